@@ -1,0 +1,60 @@
+"""Key/value caches for Hugging Face Transformers that are smaller and faster than the built-in ones.
+
+import hf_kvcache
+
+model = hf_kvcache.enable(model)
+cache = hf_kvcache.QuantizedCache(model.config, bits=4)
+model.generate(**inputs, **hf_kvcache.cache_kwarg(cache))
+"""
+
+from .attention import enable
+from .blocks import BlockPool
+from .cache import (
+    KVCache,
+    MemoryReport,
+    OffloadedCache,
+    PagedCache,
+    QuantizedCache,
+    SlidingWindowCache,
+    cache_kwarg,
+)
+from .codecs import AffineCodec, Fp8Codec, NativeCodec
+from .errors import (
+    CacheInputError,
+    CacheStateError,
+    CapacityError,
+    ConfigurationError,
+    IntegrityError,
+    KVCacheError,
+    UnsupportedError,
+)
+from .retention import Everything, Window
+from .tiers import DeviceTier, HostTier
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AffineCodec",
+    "BlockPool",
+    "CacheInputError",
+    "CacheStateError",
+    "CapacityError",
+    "ConfigurationError",
+    "DeviceTier",
+    "Everything",
+    "Fp8Codec",
+    "HostTier",
+    "IntegrityError",
+    "KVCache",
+    "KVCacheError",
+    "MemoryReport",
+    "NativeCodec",
+    "OffloadedCache",
+    "PagedCache",
+    "QuantizedCache",
+    "SlidingWindowCache",
+    "UnsupportedError",
+    "Window",
+    "cache_kwarg",
+    "enable",
+]

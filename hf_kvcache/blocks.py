@@ -1,0 +1,756 @@
+"""Blocks: pages with reference counts, the pool that limits them, and the block table that says which row holds which.
+
+Nothing here touches keys or values. A `BlockTable` decides where tokens go (`AppendPlan`) and what is let go;
+`storage.py` carries the plan out on each layer's tensors. All layers of a group see the same tokens, so one table
+serves them all.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from .codecs import Codec, Geometry
+from .codecs.packing import order_for
+from .errors import CapacityError, ConfigurationError, IntegrityError
+from .kernels.base import Pages
+
+GROWTH = 32  # a full store grows by a 32nd: at most 3 % is reserved beyond what is used, and nothing stored ever moves
+
+
+class PageStore:
+    """Pages of one codec for all layers of a group, in one place (a device or a host), with reference counts.
+
+    A page id means the same block in every layer. Memory comes in **slabs**, one tensor per layer and slab, allocated
+    when a layer first needs it; a slab is never moved, and given back when none of its pages is in use.
+    """
+
+    def __init__(self, codec: Codec, layers: int, lock: threading.RLock, *, host: bool = False, poison: bool = False):
+        self.codec, self.lock, self.host, self.poison = codec, lock, host, poison
+        self.refs = np.zeros(0, np.int32)
+        self.slab_of, self.row_of = np.zeros(0, np.int32), np.zeros(0, np.int32)
+        self.free: list[int] = []
+        self.retired: list[int] = []  # ids whose slab was given back; reused before new ids are made
+        self.slab_sizes: list[int] = []  # 0 where the slab was given back
+        self.pages: list[Pages | None] = [None] * layers
+        self._devices: list[torch.device | None] = [None] * layers
+
+    @property
+    def used(self) -> int:
+        """Pages that some table refers to."""
+        return len(self.refs) - len(self.free) - len(self.retired)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in all layers that have been bound."""
+        return sum(pages.layout.nbytes for pages in self.pages if pages is not None)
+
+    def bind(self, layer: int, geometry: Geometry, device: torch.device) -> None:
+        """Tell the store what `layer`'s pages look like. A layer that holds no slab yet may be bound again."""
+        order = order_for(device)
+        layout = self.codec.layout(geometry, order)
+        with self.lock:
+            addresses = np.zeros(len(self.refs), np.int64)
+            self.pages[layer] = Pages(self.codec, geometry, layout, order, [], self.slab_of, self.row_of, addresses)
+            self._devices[layer] = torch.device("cpu") if self.host else device
+
+    def holds(self, layer: int, geometry: Geometry, device: torch.device) -> bool:
+        """Whether `layer` is bound to just this."""
+        place = torch.device("cpu") if self.host else device
+        return self.pages[layer] is not None and (self.pages[layer].geometry, self._devices[layer]) == (geometry, place)
+
+    def is_vacant(self, layer: int) -> bool:
+        """Whether `layer` has no memory yet, and may be bound to something else."""
+        return self.pages[layer] is None or not any(len(slab) for slab in self.pages[layer].slabs)
+
+    def layer(self, layer: int) -> Pages:
+        """The pages of `layer`, with memory behind every id."""
+        pages = self.pages[layer]
+        if len(pages.slabs) < len(self.slab_sizes):
+            with self.lock:
+                for number in range(len(pages.slabs), len(self.slab_sizes)):
+                    self._add_slab(pages, number, self._devices[layer])
+        return pages
+
+    def _add_slab(self, pages: Pages, number: int, device: torch.device) -> None:
+        shape, pin = (self.slab_sizes[number], pages.layout.nbytes), self.host and torch.cuda.is_available()
+        slab = torch.empty(shape, dtype=torch.uint8, device=device, pin_memory=pin)
+        if self.poison:
+            slab.fill_(0xFF)
+        ids = np.nonzero(self.slab_of == number)[0]
+        pages.addresses[ids] = slab.data_ptr() + self.row_of[ids].astype(np.int64) * pages.layout.nbytes
+        pages.slabs.append(slab)
+
+    def take(self, count: int) -> list[int]:
+        """`count` pages, each with one reference."""
+        if count > len(self.free):
+            self._grow(max(count - len(self.free), len(self.refs) // GROWTH))
+        taken = [self.free.pop() for _ in range(count)]
+        self.refs[taken] = 1
+        return taken
+
+    def retain(self, ids: np.ndarray) -> None:
+        np.add.at(self.refs, ids, 1)
+
+    def release(self, ids: np.ndarray) -> None:
+        """Drop one reference for each of `ids`; pages without any go back to the free list, last freed first used."""
+        np.subtract.at(self.refs, ids, 1)
+        freed = np.unique(ids[self.refs[ids] == 0])
+        if self.poison:
+            self._poison(freed)
+        self.free.extend(freed[::-1].tolist())
+
+    def trim(self) -> None:
+        """Give back the memory of slabs that hold no page in use."""
+        for number, size in enumerate(self.slab_sizes):
+            ids = np.nonzero(self.slab_of == number)[0]
+            if size and not self.refs[ids].any():
+                self.slab_sizes[number] = 0
+                self.slab_of[ids] = -1
+                gone = set(ids.tolist())
+                self.free = [i for i in self.free if i not in gone]
+                self.retired.extend(gone)
+                for pages in self.pages:
+                    if pages is not None and number < len(pages.slabs):
+                        pages.slabs[number] = pages.slabs[number][:0].clone()
+                        pages.addresses[ids] = 0
+
+    def nbytes(self) -> int:
+        """Bytes of the storages that are allocated, counted from the storages themselves."""
+        slabs = [slab for pages in self.pages if pages is not None for slab in pages.slabs]
+        return sum({s.untyped_storage().data_ptr(): s.untyped_storage().nbytes() for s in slabs}.values())
+
+    def _grow(self, count: int) -> None:
+        fresh = self.retired[-count:]
+        del self.retired[len(self.retired) - len(fresh) :]
+        old = len(self.refs)
+        fresh = fresh + list(range(old, old + count - len(fresh)))
+        extra = count if not old else max(0, max(fresh) + 1 - old)
+        self.refs = np.concatenate([self.refs, np.zeros(extra, np.int32)])
+        self.slab_of = np.concatenate([self.slab_of, np.full(extra, -1, np.int32)])
+        self.row_of = np.concatenate([self.row_of, np.zeros(extra, np.int32)])
+        self.slab_of[fresh] = len(self.slab_sizes)
+        self.row_of[fresh] = np.arange(count)
+        self.slab_sizes.append(count)
+        self.free.extend(reversed(fresh))
+        for pages in self.pages:
+            if pages is not None:
+                pages.slab, pages.row = self.slab_of, self.row_of
+                pages.addresses = np.concatenate([pages.addresses, np.zeros(extra, np.int64)])
+
+    def _poison(self, ids: np.ndarray) -> None:
+        for pages in filter(None, self.pages):
+            for number, slab in enumerate(pages.slabs):
+                rows = self.row_of[ids[self.slab_of[ids] == number]]
+                slab[torch.from_numpy(rows.astype(np.int64)).to(slab.device)] = 0xFF
+
+    def check_integrity(self, expected: np.ndarray) -> None:
+        """Raise `IntegrityError` unless the counts equal `expected` and every id is used, free or retired, once."""
+        wrong = np.nonzero(self.refs != expected)[0]
+        if len(wrong):
+            i = wrong[0]
+            raise IntegrityError(f"page {i} of {self.codec} has {self.refs[i]} references, tables hold {expected[i]}.")
+        idle = np.sort(np.array(self.free + self.retired, dtype=np.int64))
+        if not np.array_equal(idle, np.nonzero(self.refs == 0)[0]):
+            raise IntegrityError(f"free list of {self.codec} and reference counts disagree.")
+
+
+@dataclass
+class GroupStore:
+    """The page stores of one layer group: `open` (the model's dtype), `sealed` (the codec), `cold` (a slower tier, or
+    None).
+    A lossless codec seals in place: then `open` and `sealed` are one store."""
+
+    open: PageStore
+    sealed: PageStore
+    cold: PageStore | None
+    block_size: int
+
+    @property
+    def lossless(self) -> bool:
+        return self.open is self.sealed
+
+    @property
+    def stores(self) -> list[PageStore]:
+        """Each store once."""
+        return list(dict.fromkeys(store for store in (self.open, self.sealed, self.cold) if store is not None))
+
+    @property
+    def resident(self) -> list[PageStore]:
+        """The stores that occupy the device."""
+        return list(dict.fromkeys((self.open, self.sealed)))
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Pages of each store that an append takes, and those that it frees once its forward pass is over (a sealed block's
+    open page, a cold block's device page): a full pool still seals."""
+
+    open: int = 0
+    sealed: int = 0
+    cold: int = 0
+    open_freed: int = 0
+    sealed_freed: int = 0
+
+
+class BlockPool:
+    """Pages for any number of caches of one model, with an optional limit.
+
+    Args:
+        config: the model's config; caches of another model are refused.
+        capacity_tokens: slots that each group of layers may hold (rounded down to blocks).
+        capacity_bytes: bytes that all pages in use on the device may hold.
+        poison: fill fresh and freed pages with NaN, so that reading a slot that holds no token shows. For tests.
+
+    Raises:
+        ConfigurationError: for a limit that is not positive.
+    """
+
+    def __init__(self, config=None, *, capacity_tokens=None, capacity_bytes=None, poison=False):
+        for name, value in (("capacity_tokens", capacity_tokens), ("capacity_bytes", capacity_bytes)):
+            if value is not None and value <= 0:
+                raise ConfigurationError(f"{name}={value} leaves no room for a single token; give a positive number.")
+        self.config, self.capacity_tokens, self.capacity_bytes, self.poison = (
+            config,
+            capacity_tokens,
+            capacity_bytes,
+            poison,
+        )
+        self.groups: dict[tuple, GroupStore] = {}
+        self.tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
+        self.lock = threading.RLock()
+
+    def group(self, layers: tuple[int, ...], codec: Codec, block_size: int, tiered: bool, native: Codec) -> GroupStore:
+        """The stores for `layers` with this codec and block size; made at the first call, shared afterwards."""
+        with self.lock:
+            key = (layers, codec.name, block_size, tiered)
+            if key not in self.groups:
+                make = lambda codec, host: PageStore(codec, len(layers), self.lock, host=host, poison=self.poison)  # noqa: E731
+                open_ = make(native, False)
+                sealed = open_ if codec.lossless else make(codec, False)
+                self.groups[key] = GroupStore(open_, sealed, make(codec, True) if tiered else None, block_size)
+            return self.groups[key]
+
+    def reserve(self, demands: Sequence[tuple[GroupStore, Demand]]) -> list[tuple[list[int], list[int], list[int]]]:
+        """Take `(open, sealed, cold)` pages for every group, or none at all.
+
+        Raises:
+            CapacityError: when a limit would be passed; nothing was taken.
+        """
+        with self.lock:
+            if self.capacity_tokens is not None:
+                for group, demand in demands:
+                    self._check_tokens(group, demand.open + demand.sealed - demand.open_freed - demand.sealed_freed)
+            if self.capacity_bytes is not None:
+                self._check_bytes(demands)
+            return [
+                (group.open.take(d.open), group.sealed.take(d.sealed), group.cold.take(d.cold) if d.cold else [])
+                for group, d in demands
+            ]
+
+    def _check_tokens(self, group: GroupStore, blocks: int) -> None:
+        limit = self.capacity_tokens // group.block_size
+        used = sum(store.used for store in group.resident)
+        if used + blocks > limit:
+            free = (limit - used) * group.block_size
+            raise CapacityError(
+                f"{blocks} more blocks of {group.block_size} tokens are needed, {limit - used} of {limit} are free "
+                f"(capacity_tokens={self.capacity_tokens}): at most {free} more tokens fit. Shorten the input, crop or "
+                "reset a cache of this pool, or give the pool more.",
+                needed=blocks * group.block_size,
+                available=free,
+                unit="tokens",
+            )
+
+    def _check_bytes(self, demands: Sequence[tuple[GroupStore, Demand]]) -> None:
+        used = sum(store.used * store.page_bytes for group in self.groups.values() for store in group.resident)
+        needed = sum(
+            (d.open - d.open_freed) * group.open.page_bytes + (d.sealed - d.sealed_freed) * group.sealed.page_bytes
+            for group, d in demands
+        )
+        if used + needed > self.capacity_bytes:
+            raise CapacityError(
+                f"{needed} more bytes are needed, {self.capacity_bytes - used} of {self.capacity_bytes} are free. "
+                "Shorten the input, crop or reset a cache of this pool, choose fewer bits, or give the pool more.",
+                needed=needed,
+                available=self.capacity_bytes - used,
+                unit="bytes",
+            )
+
+    def trim(self) -> None:
+        """Give back the memory of slabs that no table uses."""
+        with self.lock:
+            for group in self.groups.values():
+                for store in group.stores:
+                    store.trim()
+
+    def nbytes(self) -> int:
+        """Bytes of all storages, counted once each."""
+        return sum(store.nbytes() for group in self.groups.values() for store in group.stores)
+
+    def check_integrity(self) -> None:
+        """Recount every reference from the tables.
+
+        Raises:
+            IntegrityError: when a count, a free list or a table contradicts another.
+        """
+        with self.lock:
+            tables = list(self.tables)
+            for group in self.groups.values():
+                for store in group.stores:
+                    expected = np.zeros(len(store.refs), np.int32)
+                    for table in tables:
+                        if table.group is group:
+                            np.add.at(expected, table.references(store), 1)
+                    store.check_integrity(expected)
+            for table in tables:
+                table.check_integrity()
+
+
+@dataclass
+class AppendPlan:
+    """What one forward pass appends, for every layer of a group to carry out. All arrays are int32.
+
+    Attributes:
+        counts: `[rows]` new tokens per row.
+        copies: `[n, 2]` open pages to copy before they are written (source, target): copy-on-write.
+        writes: `[n, 5]` row, first new token, number, open page, first slot.
+        encode_ids, encode_places: whole blocks stored straight from the input: `[n]` sealed page; `[n, 2]` row, first
+            token.
+        cold_ids, cold_places: the same for blocks that go straight to the slower tier.
+        seals: `[n, 2]` open page, sealed page.
+        demotes: `[n, 2]` sealed page, cold page.
+        complete: whether storage holds every new token exactly; else only this forward's input does.
+    """
+
+    counts: np.ndarray
+    copies: np.ndarray
+    writes: np.ndarray
+    encode_ids: np.ndarray
+    encode_places: np.ndarray
+    cold_ids: np.ndarray
+    cold_places: np.ndarray
+    seals: np.ndarray
+    demotes: np.ndarray
+    complete: bool
+
+
+@dataclass
+class _RowPlan:
+    """Blocks that one row's append makes. `fill` tokens go to the last open page (or `lost` are dropped with it); the
+    rest is whole blocks, of which `skip_from:skip_to` are not stored, then `tail` tokens. Of the stored blocks the
+    first `direct` are sealed at once, the first `cold` of those in the slower tier; `seal` open entries are sealed,
+    `demote` sealed entries become cold. With `forget`, the entries behind the sinks are dropped first."""
+
+    count: int
+    fill: int = 0
+    lost: int = 0
+    forget: bool = False
+    copy: bool = False
+    skip_from: int = 0
+    skip_to: int = 0
+    blocks: int = 0
+    tail: int = 0
+    direct: int = 0
+    cold: int = 0
+    seal: int = 0
+    demote: int = 0
+
+    @property
+    def stored(self) -> int:
+        return self.blocks - (self.skip_to - self.skip_from)
+
+
+@dataclass
+class _Actions:
+    """The lists an `AppendPlan` is made of, while rows add to them."""
+
+    copies: list = field(default_factory=list)
+    writes: list = field(default_factory=list)
+    encodes: list = field(default_factory=list)
+    colds: list = field(default_factory=list)
+    seals: list = field(default_factory=list)
+    demotes: list = field(default_factory=list)
+
+
+class BlockTable:
+    """The block tables of a batch for one layer group (see `kernels/base.py` for entries and stored indices).
+
+    Args:
+        group, pool: where pages come from.
+        window: positions that a query sees, itself included; None for all. Blocks wholly outside are let go.
+        sinks: first positions that stay whatever the window.
+        residual: newest positions that stay in the model's dtype.
+        resident: newest positions that stay on the device; None keeps all.
+
+    Attributes:
+        length: `[rows]` tokens seen (logical).
+        gap: `[rows]` positions dropped between the sinks' blocks and the rest.
+    """
+
+    def __init__(
+        self,
+        group: GroupStore,
+        pool: BlockPool,
+        *,
+        window: int | None = None,
+        sinks: int = 0,
+        residual: int = 0,
+        resident: int | None = None,
+    ):
+        self.group, self.pool = group, pool
+        self.window, self.sinks, self.residual, self.resident = window, sinks, residual, resident
+        self.keep_all = False  # while a rollback may come (assisted decoding), nothing is dropped
+        self._pending: list[tuple[PageStore, np.ndarray]] = []  # let go, but this forward's attention still reads them
+        self.tokens_sealed = 0
+        self._start(0)
+        pool.tables.add(self)
+
+    def _start(self, rows: int) -> None:
+        self.ids = np.zeros((rows, 8), np.int32)
+        self.first = np.zeros((rows, 9), np.int32)
+        self.n_cold, self.n_sealed, self.n_entries = (np.zeros(rows, np.int32) for _ in range(3))
+        self.length, self.gap = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+
+    @property
+    def rows(self) -> int:
+        return len(self.length)
+
+    @property
+    def kept(self) -> np.ndarray:
+        """`[rows]` positions stored."""
+        return self.first[np.arange(self.rows), self.n_entries]
+
+    # ---- appending ------------------------------------------------------------------------------------------------
+
+    def prepare(self, rows: int, counts: np.ndarray, *, keep_new: bool) -> tuple[list[_RowPlan], Demand]:
+        """Work out an append of `counts` tokens, without entering anything.
+
+        `keep_new` stores every new token even where the window has already moved past it, so that this forward's
+        queries can read all of them from storage.
+        """
+        if self.rows != rows:  # nothing is stored yet: the caller has checked
+            self._start(rows)
+        self.settle()
+        plans = [self._plan_row(r, int(counts[r]), keep_new) for r in range(rows)]
+        seals = 0 if self.group.lossless else sum(p.seal for p in plans)
+        demotes = sum(p.demote for p in plans)
+        return plans, Demand(
+            open=sum(p.copy + (p.stored - p.direct) + (p.tail > 0) for p in plans),
+            sealed=sum(p.direct - p.cold for p in plans) + seals,
+            cold=sum(p.cold for p in plans) + demotes,
+            open_freed=seals,
+            sealed_freed=demotes,
+        )
+
+    def _plan_row(self, r: int, count: int, keep_new: bool) -> _RowPlan:
+        if count == 0:
+            return _RowPlan(0)
+        size, n, sealed = self.group.block_size, int(self.n_entries[r]), int(self.n_sealed[r])
+        kept = int(self.first[r, n])
+        used = kept - int(self.first[r, n - 1]) if n > sealed else size
+        plan = _RowPlan(count, fill=min(count, size - used))
+        plan.blocks, plan.tail = divmod(count - plan.fill, size)
+        if self.window is not None and not keep_new and not self.keep_all:
+            self._plan_skip(plan, int(self.length[r]))
+        if plan.skip_to > plan.skip_from and n > self._sink_entries(r):
+            # Blocks are left out behind the recent entries, so these are outside the window too: one gap, not two.
+            n = self._sink_entries(r)
+            sealed, kept = min(sealed, n), int(self.first[r, n])
+            plan.forget, plan.lost, plan.fill = True, plan.fill, 0
+        plan.copy = plan.fill > 0 and self.group.open.refs[self.ids[r, n - 1]] > 1
+        after = kept + plan.fill + plan.stored * size + plan.tail
+        self._plan_sealing(plan, r, n, sealed, after)
+        return plan
+
+    def _plan_sealing(self, plan: _RowPlan, r: int, n: int, sealed: int, after: int) -> None:
+        """Oldest first: open entries that are full and old enough, then new blocks straight away; likewise the cold."""
+        size = self.group.block_size
+        ends = [int(self.first[r, e + 1]) for e in range(n)]
+        start = (ends[-1] if n else 0) + plan.fill  # where the new blocks begin
+        if n:
+            ends[-1] = start
+        is_full = n == sealed or start - int(self.first[r, n - 1]) == size
+        plan.seal = sum(end <= after - self.residual for end in ends[sealed : n if is_full else n - 1])
+        if plan.seal == n - sealed:
+            plan.direct = max(0, min(plan.stored, (after - self.residual - start) // size))
+        if self.resident is not None:
+            warm = ends[int(self.n_cold[r]) : sealed + plan.seal]
+            plan.demote = sum(end <= after - self.resident for end in warm)
+            if plan.demote == len(warm):
+                plan.cold = max(0, min(plan.direct, (after - self.resident - start) // size))
+
+    def _plan_skip(self, plan: _RowPlan, length: int) -> None:
+        """New blocks that neither the next query nor the sinks need."""
+        size, start = self.group.block_size, length + plan.fill
+        needed = length + plan.count + 1 - self.window
+        plan.skip_from = min(plan.blocks, max(0, -(-(self.sinks - start) // size)))
+        plan.skip_to = max(plan.skip_from, min(plan.blocks, (needed - start) // size))
+
+    def commit(self, plans: list[_RowPlan], pages: tuple[list[int], list[int], list[int]]) -> AppendPlan:
+        """Enter the planned blocks into the tables, using up `pages`, and say what each layer has to do."""
+        opened, sealed, cold = (iter(ids) for ids in pages)
+        actions = _Actions()
+        for r, plan in enumerate(plans):
+            if plan.count:
+                self._append_row(r, plan, opened, sealed, cold, actions)
+        array = lambda rows, width: np.array(rows, np.int32).reshape(-1, width)  # noqa: E731
+        encodes, colds = array(actions.encodes, 3), array(actions.colds, 3)
+        return AppendPlan(
+            counts=np.array([p.count for p in plans], np.int32),
+            copies=array(actions.copies, 2),
+            writes=array(actions.writes, 5),
+            encode_ids=np.ascontiguousarray(encodes[:, 0]),
+            encode_places=np.ascontiguousarray(encodes[:, 1:]),
+            cold_ids=np.ascontiguousarray(colds[:, 0]),
+            cold_places=np.ascontiguousarray(colds[:, 1:]),
+            seals=array(actions.seals, 2),
+            demotes=array(actions.demotes, 2),
+            complete=not any(
+                p.skip_to > p.skip_from or (not self.group.lossless and (p.direct or (p.seal and p.fill)))
+                for p in plans
+            ),
+        )
+
+    def _append_row(self, r: int, plan: _RowPlan, opened, sealed, cold, actions: _Actions) -> None:
+        size = self.group.block_size
+        if plan.forget:
+            self._drop_entries(r, self._sink_entries(r), int(self.n_entries[r]))
+        n = int(self.n_entries[r])
+        self._reserve_entries(n + plan.stored + 1)
+        if plan.fill:
+            if plan.copy:
+                shared = self.ids[r, n - 1 : n].copy()
+                self.ids[r, n - 1] = next(opened)
+                actions.copies.append((shared[0], self.ids[r, n - 1]))
+                self._let_go(self.group.open, shared)
+            slot = int(self.first[r, n] - self.first[r, n - 1])
+            actions.writes.append((r, 0, plan.fill, self.ids[r, n - 1], slot))
+            self.first[r, n] += plan.fill
+        self._seal_entries(r, plan.seal, sealed, actions)
+        self._demote_entries(r, plan.demote, cold, actions)
+        done = 0
+        for block in range(plan.blocks):
+            if plan.skip_from <= block < plan.skip_to:
+                continue
+            start = plan.fill + plan.lost + block * size
+            if done < plan.cold:
+                page = next(cold)
+                actions.colds.append((page, r, start))
+            elif done < plan.direct:
+                page = next(sealed)
+                actions.encodes.append((page, r, start))
+            else:
+                page = next(opened)
+                actions.writes.append((r, start, size, page, 0))
+            self._push(r, page, size)
+            done += 1
+        if plan.tail:
+            page = next(opened)
+            actions.writes.append((r, plan.count - plan.tail, plan.tail, page, 0))
+            self._push(r, page, plan.tail)
+        self.n_sealed[r] += plan.direct
+        self.n_cold[r] += plan.cold
+        self.tokens_sealed += plan.direct * size
+        self.length[r] += plan.count
+        self.gap[r] += plan.lost + (plan.skip_to - plan.skip_from) * size
+
+    def _push(self, r: int, page: int, count: int) -> None:
+        n = int(self.n_entries[r])
+        self.ids[r, n] = page
+        self.first[r, n + 1] = self.first[r, n] + count
+        self.n_entries[r] = n + 1
+
+    def _seal_entries(self, r: int, count: int, sealed, actions: _Actions) -> None:
+        for e in range(int(self.n_sealed[r]), int(self.n_sealed[r]) + count):
+            if not self.group.lossless:
+                page = self.ids[r, e : e + 1].copy()
+                self.ids[r, e] = next(sealed)
+                actions.seals.append((page[0], self.ids[r, e]))
+                self._let_go(self.group.open, page)
+        self.n_sealed[r] += count
+        self.tokens_sealed += count * self.group.block_size
+
+    def _demote_entries(self, r: int, count: int, cold, actions: _Actions) -> None:
+        for e in range(int(self.n_cold[r]), int(self.n_cold[r]) + count):
+            page = self.ids[r, e : e + 1].copy()
+            self.ids[r, e] = next(cold)
+            actions.demotes.append((page[0], self.ids[r, e]))
+            self._let_go(self.group.sealed, page)
+        self.n_cold[r] += count
+
+    def _reserve_entries(self, entries: int) -> None:
+        rows, width = self.ids.shape
+        if entries > width:
+            wider = max(entries, 2 * width)
+            self.ids = np.concatenate([self.ids, np.zeros((rows, wider - width), np.int32)], axis=1)
+            self.first = np.concatenate([self.first, np.zeros((rows, wider - width), np.int32)], axis=1)
+
+    # ---- letting go -----------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Free what the last forward still read, and drop the blocks that no later query sees."""
+        self._free_pending()
+        if self.window is not None and not self.keep_all:
+            for r in range(self.rows):
+                self._drop_outside(r)
+            self._free_pending()
+
+    def _free_pending(self) -> None:
+        if self._pending:
+            with self.pool.lock:
+                for store, ids in self._pending:
+                    store.release(ids)
+            self._pending.clear()
+
+    def _let_go(self, store: PageStore, ids: np.ndarray) -> None:
+        self._pending.append((store, ids))
+
+    def _sink_entries(self, r: int) -> int:
+        return int(np.searchsorted(self.first[r, : self.n_entries[r]], self.sinks))
+
+    def _drop_outside(self, r: int) -> None:
+        needed = int(self.length[r] + 1 - self.window - self.gap[r])  # stored index of the oldest position still seen
+        if needed <= 0:
+            return
+        sink_entries, n = self._sink_entries(r), int(self.n_entries[r])
+        until = sink_entries + int(np.searchsorted(self.first[r, sink_entries + 1 : n + 1], needed, side="right"))
+        if until > sink_entries:
+            self._drop_entries(r, sink_entries, until)
+
+    def _drop_entries(self, r: int, start: int, stop: int) -> None:
+        """Take entries `[start, stop)` out of row `r`; their positions join the gap."""
+        n, dropped = int(self.n_entries[r]), int(self.first[r, stop] - self.first[r, start])
+        for store, lo, hi in self.ranges(r):
+            lo, hi = max(lo, start), min(hi, stop)
+            if hi > lo:
+                self._let_go(store, self.ids[r, lo:hi].copy())
+        self.ids[r, start : n - (stop - start)] = self.ids[r, stop:n].copy()
+        self.first[r, start : n + 1 - (stop - start)] = self.first[r, stop : n + 1] - dropped
+        for bound in (self.n_cold, self.n_sealed, self.n_entries):
+            bound[r] -= max(0, min(int(bound[r]), stop) - start)
+        self.gap[r] += dropped
+
+    def ranges(self, r: int) -> list[tuple[PageStore, int, int]]:
+        """Which store holds which entries of row `r`."""
+        cold, sealed, n = int(self.n_cold[r]), int(self.n_sealed[r]), int(self.n_entries[r])
+        parts = [(self.group.cold, 0, cold), (self.group.sealed, cold, sealed), (self.group.open, sealed, n)]
+        return [part for part in parts if part[2] > part[1]]
+
+    def cannot_crop(self, lengths: np.ndarray) -> int | None:
+        """The first row that cannot go back to `lengths[row]` tokens because its window has moved on, or None."""
+        for r in range(self.rows):
+            sink_end = int(self.first[r, self._sink_entries(r)])
+            target = int(lengths[r])
+            if self.gap[r] and target > sink_end and target + 1 - self.window < sink_end + int(self.gap[r]):
+                return r
+        return None
+
+    def crop(self, lengths: np.ndarray) -> None:
+        """Cut row `r` back to `lengths[r]` tokens, exactly: nothing is recoded. `cannot_crop` must have said None."""
+        self._free_pending()
+        for r in range(self.rows):
+            target = int(lengths[r])
+            if target >= self.length[r]:
+                continue
+            sink_end = int(self.first[r, self._sink_entries(r)])
+            stored = target if target <= sink_end else target - int(self.gap[r])
+            n = int(np.searchsorted(self.first[r, : self.n_entries[r]], stored))  # entries that begin before the cut
+            for store, lo, hi in self.ranges(r):
+                if hi > max(lo, n):
+                    self._let_go(store, self.ids[r, max(lo, n) : hi].copy())
+            self.n_entries[r] = n
+            self.first[r, n] = stored
+            partial = n > 0 and stored - int(self.first[r, n - 1]) < self.group.block_size
+            self.n_sealed[r] = min(int(self.n_sealed[r]), n - (self.group.lossless and partial and n > self.n_cold[r]))
+            self.n_cold[r] = min(int(self.n_cold[r]), n)
+            self.length[r] = target
+            if target <= sink_end:
+                self.gap[r] = 0
+        if self.window is not None:  # whoever crops has made up his mind: what `keep_all` held back may go
+            for r in range(self.rows):
+                self._drop_outside(r)
+        self._free_pending()
+
+    # ---- rows -----------------------------------------------------------------------------------------------------
+
+    def select(self, rows: np.ndarray) -> None:
+        """Make row `i` what row `rows[i]` was: beams, batch selection, repetition. Moves no block."""
+        self.settle()
+        old = [(store, self.references(store)) for store in self.group.stores]
+        for name in ("ids", "first", "n_cold", "n_sealed", "n_entries", "length", "gap"):
+            setattr(self, name, np.ascontiguousarray(getattr(self, name)[rows]))
+        with self.pool.lock:
+            for store in self.group.stores:
+                store.retain(self.references(store))
+            for store, ids in old:
+                store.release(ids)
+
+    def fork(self) -> BlockTable:
+        """A table with the same rows that shares every block; either side copies an open block before writing to it."""
+        self.settle()
+        twin = BlockTable(
+            self.group,
+            self.pool,
+            window=self.window,
+            sinks=self.sinks,
+            residual=self.residual,
+            resident=self.resident,
+        )
+        for name in ("ids", "first", "n_cold", "n_sealed", "n_entries", "length", "gap"):
+            setattr(twin, name, getattr(self, name).copy())
+        twin.keep_all, twin.tokens_sealed = self.keep_all, self.tokens_sealed
+        with self.pool.lock:
+            for store in self.group.stores:
+                store.retain(twin.references(store))
+        return twin
+
+    def clear(self) -> None:
+        """Let go of everything and forget the batch."""
+        self._free_pending()
+        with self.pool.lock:
+            for store in self.group.stores:
+                store.release(self.references(store))
+        self._start(0)
+
+    def references(self, store: PageStore) -> np.ndarray:
+        """Page ids of `store` that this table holds, one per reference."""
+        parts = [self.ids[r, lo:hi] for r in range(self.rows) for owner, lo, hi in self.ranges(r) if owner is store]
+        parts += [ids for owner, ids in self._pending if owner is store]
+        return np.concatenate([np.zeros(0, np.int32), *parts])
+
+    def __del__(self):
+        # A pool outlives its caches; what a dropped cache held goes back to it.
+        if getattr(self, "pool", None) is not None and np is not None:
+            self.clear()
+
+    # ---- reading --------------------------------------------------------------------------------------------------
+
+    def places(self):
+        """A function from positions `[rows, n]` to stored indices, as of now. A dropped position becomes the first one
+        that is kept behind the gap."""
+        if not self.gap.any():
+            return lambda positions: positions
+        sink_end = np.array([self.first[r, self._sink_entries(r)] for r in range(self.rows)])[:, None]
+        gap = self.gap[:, None].copy()
+        return lambda positions: np.where(positions <= sink_end, positions, np.maximum(sink_end, positions - gap))
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` when a row's numbers contradict each other."""
+        size = self.group.block_size
+        for r in range(self.rows):
+            n = int(self.n_entries[r])
+            counts = np.diff(self.first[r, : n + 1])
+            if self.first[r, 0] != 0 or (n and (counts.min() < 1 or counts.max() > size)):
+                raise IntegrityError(f"row {r}: blocks of {counts.tolist()} positions, each must hold 1 to {size}.")
+            if not 0 <= self.n_cold[r] <= self.n_sealed[r] <= n:
+                raise IntegrityError(f"row {r}: {self.n_cold[r]} cold, {self.n_sealed[r]} sealed, {n} blocks.")
+            if self.first[r, n] + self.gap[r] != self.length[r]:
+                raise IntegrityError(f"row {r}: {self.first[r, n]} kept + {self.gap[r]} dropped != {self.length[r]}.")
+            if (counts[self.n_sealed[r] : n - 1] != size).any():
+                raise IntegrityError(f"row {r}: an open block before the last one is not full.")

@@ -1,0 +1,538 @@
+"""The caches: what `model.generate(past_key_values=...)` is given. With `attention.py` the only code that knows the
+transformers cache protocol."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
+
+from .attention import CacheLength, KVHandle
+from .blocks import BlockPool
+from .codecs import Codec, NativeCodec, codec_for
+from .errors import CacheInputError, ConfigurationError
+from .retention import Everything, Retention, Window
+from .rotary import RotaryAngles
+from .spec import STATE_ONLY, LayerSpec, specs_from_config
+from .storage import LayerGroup, LayerStorage, Storage
+from .tiers import DeviceTier, HostTier, Tier
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What a cache costs, in bytes unless said otherwise.
+
+    Attributes:
+        stored: pages that the cache refers to, scales and unused slots included.
+        by_tier: the same by place (`device`, `host`), plus `state` for what linear-attention layers keep.
+        allocated: storages behind the cache's pool (shared with the other caches of that pool).
+        plain: what a `DynamicCache` holds for the same tokens in the model's dtype.
+        ratio: `stored / plain`.
+        waste: share of the slots in the cache's blocks that hold no token.
+    """
+
+    stored: int
+    by_tier: dict[str, int]
+    allocated: int
+    plain: int
+    ratio: float
+    waste: float
+
+
+class KVLayer(CacheLayerMixin):
+    """One model layer's keys and values, as transformers sees them. Rows and columns are the whole cache's business:
+    crop, reorder and reset exist on `KVCache` only, because all layers of a group share one block table."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False  # windows are applied by the kernels; masks are made for every position seen
+    keys = values = None
+
+    def __init__(self, storage: LayerStorage):
+        self.storage = storage
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.storage.columns > 0
+
+    def lazy_initialization(self, *args, **kwargs) -> None:
+        """Nothing to do: pages are allocated when tokens come."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Store new keys and values; returns handles to all of the layer's (see `attention.py`)."""
+        fresh = self.storage.append(key_states, value_states)
+        columns = self.storage.columns
+        return KVHandle(fresh, 0, columns), KVHandle(fresh, 1, columns)
+
+    def get_seq_length(self) -> int:
+        return self.storage.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return CacheLength(self.storage.columns + query_length, self.storage.storage), 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def offload(self) -> None:
+        """Nothing to do: tiers move blocks, not layers."""
+
+    prefetch = offload
+
+    def _whole_cache_only(self, *args, **kwargs):
+        raise CacheInputError("all layers share their block tables: call this on the cache, not on one of its layers.")
+
+    reset = reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _whole_cache_only
+
+    def __repr__(self) -> str:
+        return (
+            f"KVLayer({self.storage.layer}: {self.storage.group.retention!r}, {self.storage.group.store.sealed.codec})"
+        )
+
+
+class HybridLayer(LinearAttentionLayer, KVLayer):
+    """A layer with a linear-attention state (transformers' own) beside its keys and values (ours)."""
+
+    is_compileable = False
+
+    def __init__(self, storage: LayerStorage, **state):
+        LinearAttentionLayer.__init__(self, **state)
+        KVLayer.__init__(self, storage)
+
+
+class KVCache(Cache):
+    """A cache composed of one choice on each lever.
+
+    Args:
+        config: the model's config.
+        block_size: positions per block; 16 for native storage, 64 for a low-bit codec.
+        pool: a `BlockPool` to share or to limit; None makes one of its own.
+        retention: which positions stay (`retention/`); None for all.
+        codec: how sealed blocks are represented (`codecs/`): an instance, a name, a number of bits; None for native.
+        tier: where sealed blocks live (`tiers/`); None for the device.
+        residual: newest positions that a lossy codec leaves in the model's dtype.
+        layers: other choices for some layers: `{index or layer type: {"codec": ..., "retention": ...}}`, indices first.
+
+    Raises:
+        ConfigurationError: for values that make no sense, and combinations that do not exist.
+    """
+
+    default_block_size = 16
+
+    def __init__(
+        self,
+        config,
+        *,
+        block_size: int | None = None,
+        pool: BlockPool | None = None,
+        retention: Retention | None = None,
+        codec: Codec | str | int | None = None,
+        tier: Tier | None = None,
+        residual: int = 0,
+        layers: Mapping[int | str, Mapping] | None = None,
+    ):
+        self.config = config
+        self.block_size = self.default_block_size if block_size is None else block_size
+        _check_counts(self.block_size, residual)
+        self.residual = residual
+        self.pool = BlockPool(config) if pool is None else pool
+        _check_pool(self.pool, config)
+        self.choices = {
+            "retention": retention or Everything(),
+            "codec": codec_for(codec),
+            "tier": tier or DeviceTier(),
+        }
+        self.layer_choices = dict(layers or {})
+        self.specs = specs_from_config(config)
+        _check_layer_choices(self.layer_choices, self.specs)
+        self.rotary = RotaryAngles.from_config(config)
+        self.token_ids: list[np.ndarray] | None = None  # per row, as far as `prepare` was told; see there
+        storage = Storage(self.pool, [])
+        super().__init__(layers=self._build(storage))
+        self.storage = storage
+
+    def _build(self, storage: Storage) -> list:
+        """The transformers layers, and behind them the groups that share a table."""
+        members: dict[tuple, list[int]] = {}
+        for index, spec in enumerate(self.specs):
+            if spec.stores:
+                members.setdefault(self._choice(index, spec), []).append(index)
+        placed: dict[int, LayerStorage] = {}
+        for (retention, codec, tier), indices in members.items():
+            tier, native = copy.deepcopy(tier), NativeCodec()
+            store = self.pool.group(tuple(indices), codec, self.block_size, tier.resident_tokens is not None, native)
+            group = LayerGroup(retention, tier, store, self.pool, self.residual, self.rotary)
+            storage.groups.append(group)
+            for place, index in enumerate(indices):
+                placed[index] = LayerStorage(storage, group, place, self.specs[index], index)
+        storage.layers = [placed.get(index) for index in range(len(self.specs))]
+        return _transformers_layers(self.config, storage.layers, self.specs)
+
+    def _choice(self, index: int, spec: LayerSpec) -> tuple[Retention, Codec, Tier]:
+        own = {**self.choices, **self.layer_choices.get(spec.kind, {}), **self.layer_choices.get(index, {})}
+        retention = own["retention"].within(spec.window)
+        codec = self._shared_codec(own["codec"])
+        return retention, codec, own["tier"]
+
+    def _shared_codec(self, codec: Codec | str | int | None) -> Codec:
+        """One instance per name, so that equal choices make one group."""
+        instances = self.__dict__.setdefault("_codecs", {})
+        codec = codec_for(codec)
+        return instances.setdefault(codec.name, codec)
+
+    # ---- the transformers protocol ----------------------------------------------------------------------------------
+
+    @property
+    def _is_user_defined(self) -> bool:
+        """Set by generate() on every cache that a user hands in; from then on positions are checked."""
+        return self.storage.in_generate
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        self.storage.in_generate = value
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        if layer_idx >= len(self.layers):
+            raise CacheInputError(
+                f"the model has a layer {layer_idx}, the cache was built for {len(self.layers)} layers: build it from this "
+                "model's config."
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take columns back: `n <= 0` removes `-n` of them, `n > 0` keeps the first `n` (the older convention).
+
+        Exact whatever the codec. Raises `CacheStateError`, changing nothing, where a window has moved on too far.
+        """
+        n, columns = int(tokens_to_remove), self.storage.columns
+        target = max(0, min(columns, columns + n if n <= 0 else n))
+        self.storage.check_crop(target)
+        for layer in self.layers:
+            if isinstance(layer, LinearAttentionLayer) and columns:
+                layer.crop(target - columns)
+        self.storage.crop(target)
+        if self.token_ids is not None:
+            self.token_ids = [ids[: self._row_tokens(r)] for r, ids in enumerate(self.token_ids)]
+
+    def _row_tokens(self, row: int) -> int:
+        return len(self.storage.token_columns(row)) if self.storage.columns else 0
+
+    def reset(self) -> None:
+        """Be as new: every block goes back to the pool."""
+        self.storage.reset()
+        self.token_ids = None
+        for layer in self.layers:
+            if isinstance(layer, LinearAttentionLayer):
+                LinearAttentionLayer.reset(layer)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row `i` becomes what row `beam_idx[i]` was. Moves no block."""
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`, in that order."""
+        self._select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Follow every row by `repeats - 1` copies of itself that share its blocks."""
+        if repeats < 1:
+            raise CacheInputError(f"repeats={repeats} must be at least 1.")
+        self._select(torch.arange(self.storage.batch).repeat_interleave(repeats))
+
+    def _select(self, indices: torch.Tensor) -> None:
+        rows = indices.detach().cpu().numpy().astype(np.int64).reshape(-1)
+        self.storage.select(rows)
+        if self.token_ids is not None:
+            self.token_ids = [self.token_ids[r] for r in rows]
+        for layer in self.layers:
+            if isinstance(layer, LinearAttentionLayer):
+                LinearAttentionLayer.reorder_cache(layer, torch.from_numpy(rows))
+
+    def activate_past_recording(self) -> None:
+        """Keep what a window has passed until the next `crop`: speculative decoding may take tokens back."""
+        self.storage.record_past()
+        for layer in self.layers:
+            if isinstance(layer, LinearAttentionLayer):
+                layer.activate_past_recording()
+
+    # ---- what users call --------------------------------------------------------------------------------------------
+
+    def prepare(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
+        """Make the cache fit a prompt: keep the longest prefix whose tokens it is known to hold, cut the rest.
+
+        Token ids are known from earlier calls of `prepare`; what was generated since is not, and is computed again. At
+        least one column is always left to compute. Call it before `generate()` with the same ids and mask.
+
+        Args:
+            input_ids: `[batch, columns]`, the whole prompt.
+            attention_mask: `[batch, columns]`, 0 where a column is padding; None where there is none.
+
+        Returns:
+            the number of leading columns that need no computation.
+        """
+        ids = input_ids.detach().cpu().numpy()
+        mask = (
+            np.ones(ids.shape, bool) if attention_mask is None else attention_mask.detach().cpu().numpy().astype(bool)
+        )
+        if mask.shape != ids.shape:
+            raise CacheInputError(
+                f"attention_mask is {mask.shape}, input_ids are {ids.shape}: they must have one shape."
+            )
+        rows = [row[keep] for row, keep in zip(ids, mask, strict=True)]
+        columns = 0
+        if self.token_ids is not None and len(rows) == self.storage.batch == len(self.token_ids):
+            matches = np.array([_common_prefix(a, b) for a, b in zip(self.token_ids, rows, strict=True)])
+            held = np.array([self._row_tokens(r) for r in range(len(rows))])
+            taken = np.cumsum(mask, axis=1)
+            fits = (taken <= np.minimum(matches, held)[:, None]).all(axis=0)
+            columns = min(int(fits.argmin()) if not fits.all() else len(fits), ids.shape[1] - 1)
+        self._keep_columns(columns, mask)
+        self.token_ids = rows
+        return columns
+
+    def _keep_columns(self, columns: int, mask: np.ndarray) -> None:
+        lengths = mask[:, :columns].sum(axis=1)
+        if (
+            columns == 0
+            or not self.storage.can_crop(lengths)
+            or any(isinstance(x, LinearAttentionLayer) for x in self.layers)
+        ):
+            columns = 0
+        if columns == 0:
+            self.reset()
+        else:
+            self.storage.crop_rows(columns, lengths)
+            self.storage.valid = None if mask[:, :columns].all() else mask[:, :columns].copy()
+
+    def fork(self) -> KVCache:
+        """An independent cache with the same content that shares every block; writing copies one open block."""
+        twin = copy.copy(self)
+        twin.__dict__ = {k: v for k, v in self.__dict__.items() if k not in ("layers", "storage")}
+        twin.storage = Storage(self.pool, [])
+        twin.layers = twin._build(twin.storage)
+        twin.storage.adopt(self.storage)
+        twin.token_ids = None if self.token_ids is None else [ids.copy() for ids in self.token_ids]
+        for mine, theirs in zip(twin.layers, self.layers, strict=True):
+            if isinstance(theirs, LinearAttentionLayer):
+                state = {k: copy.deepcopy(v) for k, v in theirs.__dict__.items() if k != "storage"}
+                mine.__dict__.update(state)
+        return twin
+
+    def __deepcopy__(self, memo) -> KVCache:
+        return self.fork()
+
+    def memory(self) -> MemoryReport:
+        """Bytes by tier, what a plain cache would hold, and waste; see `MemoryReport`."""
+        storage = self.storage
+        by_tier = {"device": 0, "host": 0, "state": sum(_state_bytes(x) for x in self.layers)}
+        slots = tokens = 0
+        for group in storage.groups:
+            group.table.settle()
+            for store in group.store.stores:
+                pages = len(np.unique(group.table.references(store)))
+                by_tier["host" if store.host else "device"] += pages * store.page_bytes
+                slots += pages * self.block_size
+            tokens += _distinct_tokens(group.table)
+        plain = sum(x.plain_bytes() for x in storage.layers if x is not None) + by_tier["state"]
+        stored = sum(by_tier.values())
+        return MemoryReport(
+            stored=stored,
+            by_tier=by_tier,
+            allocated=self.pool.nbytes() + by_tier["state"],
+            plain=plain,
+            ratio=stored / plain if plain else 0.0,
+            waste=1 - tokens / slots if slots else 0.0,
+        )
+
+    def stats(self) -> dict:
+        """Numbers of what happened so far: tokens by row, blocks by state, tokens sealed, tensors materialised."""
+        tables = [group.table for group in self.storage.groups]
+        for table in tables:
+            table.settle()
+        lengths = tables[0].length.tolist() if tables else []
+        return {
+            "tokens": lengths,
+            "columns": self.storage.columns,
+            "blocks_open": sum(int((t.n_entries - t.n_sealed).sum()) for t in tables),
+            "blocks_sealed": sum(int((t.n_sealed - t.n_cold).sum()) for t in tables),
+            "blocks_cold": sum(int(t.n_cold.sum()) for t in tables),
+            "tokens_sealed": sum(t.tokens_sealed for t in tables),
+            "positions_dropped": sum(int(t.gap.sum()) for t in tables),
+            "materialisations": self.storage.materialisations,
+        }
+
+    def check_integrity(self) -> None:
+        """Recount blocks and references of the whole pool; raises `IntegrityError`. For tests and debugging."""
+        self.pool.check_integrity()
+
+    def __repr__(self) -> str:
+        parts = []
+        for group in self.storage.groups:
+            rule = group.retention
+            text = f"{len(group.store.open.pages)} layers: {rule!r}" if not rule.native else (
+                f"{len(group.store.open.pages)} layers: the model's window of {rule.window}"
+            )  # fmt: skip
+            if rule.rebase and rule.sinks:
+                text += " (re-based)" if group.angles is not None else " (not re-based: rotary embedding unknown)"
+            codec = group.store.sealed.codec
+            text += f", {codec}" + ("" if codec.lossless else f" with the newest {self.residual} exact")
+            if group.tier.resident_tokens is not None:
+                text += f", {group.tier} beyond {group.tier.resident_tokens} tokens"
+            parts.append(text)
+        held = f"{self.storage.batch} x {self.storage.columns} tokens" if self.storage.columns else "empty"
+        return f"{type(self).__name__}({held}, blocks of {self.block_size}; {'; '.join(parts)})"
+
+
+def _check_counts(block_size, residual) -> None:
+    if not isinstance(block_size, int) or block_size < 1:
+        raise ConfigurationError(
+            f"block_size={block_size!r} must be a whole number of at least 1 (16 and 64 are usual)."
+        )
+    if not isinstance(residual, int) or residual < 0:
+        raise ConfigurationError(f"residual={residual!r} must be a whole number of at least 0 tokens.")
+
+
+def _check_pool(pool: BlockPool, config) -> None:
+    if not isinstance(pool, BlockPool):
+        raise ConfigurationError(f"pool={pool!r} is not a BlockPool.")
+    if pool.config is not None and specs_from_config(pool.config) != specs_from_config(config):
+        raise ConfigurationError(
+            "the pool was made for a model with other layers: caches that share a pool share a model."
+        )
+
+
+def _check_layer_choices(choices: Mapping, specs: list[LayerSpec]) -> None:
+    kinds = {spec.kind for spec in specs}
+    for key, own in choices.items():
+        if key not in kinds and not (isinstance(key, int) and 0 <= key < len(specs)):
+            raise ConfigurationError(
+                f"layers has a key {key!r}; use a layer index below {len(specs)} or one of {sorted(kinds)}."
+            )
+        unknown = set(own) - {"retention", "codec", "tier"}
+        if unknown:
+            raise ConfigurationError(
+                f"layers[{key!r}] sets {sorted(unknown)}; a layer can have its own retention, codec, tier."
+            )
+
+
+def _transformers_layers(config, storages: list[LayerStorage | None], specs: list[LayerSpec]) -> list:
+    """Our layers where keys and values are stored, transformers' own where there is a state, or nothing to hold."""
+    state = {"number_of_states": getattr(config.get_text_config(decoder=True), "number_of_conv_states", 1)}
+    layers = []
+    for storage, spec in zip(storages, specs, strict=True):
+        if storage is not None and spec.kind.startswith("hybrid"):
+            layers.append(HybridLayer(storage, **state))
+        elif storage is not None:
+            layers.append(KVLayer(storage))
+        elif spec.kind in STATE_ONLY:
+            layers.append(LinearAttentionLayer(**state))
+        elif hasattr(cache_utils, "DummyLayer"):
+            layers.append(cache_utils.DummyLayer())
+        else:
+            break  # before transformers 5.23 the layers that share others' keys and values have no place in a cache
+    return layers
+
+
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    n = min(len(a), len(b))
+    differ = np.nonzero(a[:n] != b[:n])[0]
+    return int(differ[0]) if len(differ) else n
+
+
+def _distinct_tokens(table) -> int:
+    """Positions stored in the table's blocks, a block that several rows share counted once."""
+    counts: dict[tuple[int, int], int] = {}
+    for r in range(table.rows):
+        for store, lo, hi in table.ranges(r):
+            for e in range(lo, hi):
+                key = (id(store), int(table.ids[r, e]))
+                counts[key] = max(counts.get(key, 0), int(table.first[r, e + 1] - table.first[r, e]))
+    return sum(counts.values())
+
+
+def _state_bytes(layer) -> int:
+    if not isinstance(layer, LinearAttentionLayer):
+        return 0
+    states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    return sum(s.untyped_storage().nbytes() for s in states if s is not None)
+
+
+class PagedCache(KVCache):
+    """Everything, exactly, in blocks: grows without copying, shares blocks between rows and forks, gives back what it
+    drops (PagedAttention, Kwon et al. 2023)."""
+
+    def __init__(self, config, *, block_size: int = 16, **choices):
+        super().__init__(config, block_size=block_size, **choices)
+
+
+class SlidingWindowCache(KVCache):
+    """The last `window` positions and the first `sinks` ones (StreamingLLM, Xiao et al. 2024); memory stays flat for
+    ever.
+
+    Sinks that the window has left behind are attended at their position inside the cache where the model's rotary
+    embedding can be read from its config (`Window(rebase=True)`), else at their position in the text; `repr(cache)`
+    says which.
+    """
+
+    def __init__(self, config, *, window: int = 1024, sinks: int = 4, retention: Retention | None = None, **choices):
+        super().__init__(config, retention=retention or Window(window, sinks), **choices)
+
+
+class QuantizedCache(KVCache):
+    """Sealed blocks in 8, 4 or 2 bits, keys per channel and values per token (KIVI, Liu et al. 2024), or in fp8; the
+    newest `residual` positions stay exact. Each token is quantised once, and attended to packed."""
+
+    default_block_size = 64
+
+    def __init__(
+        self,
+        config,
+        *,
+        bits: int | str = 4,
+        residual: int = 64,
+        block_size: int = 64,
+        codec: Codec | None = None,
+        **choices,
+    ):
+        if codec is None and bits not in (2, 4, 8, "fp8"):
+            raise ConfigurationError(f"bits={bits!r} is not a width this cache has; use 2, 4, 8 or 'fp8'.")
+        super().__init__(config, codec=codec or bits, residual=residual, block_size=block_size, **choices)
+
+
+class OffloadedCache(KVCache):
+    """Everything, exactly; blocks older than the newest `resident_tokens` live in host memory and come back, a layer
+    ahead, while the layer before attends."""
+
+    def __init__(self, config, *, resident_tokens: int = 1024, tier: Tier | None = None, **choices):
+        super().__init__(config, tier=tier or HostTier(resident_tokens), **choices)
+
+
+def cache_kwarg(cache: Cache) -> dict[str, Cache]:
+    """`cache` under the keyword that the installed transformers gives it in `generate()` and `forward()`:
+    `model.generate(**inputs, **cache_kwarg(cache))`. (`past_key_values`, and `cache` from 5.24 on.)"""
+    return {_KEYWORD: cache}
+
+
+def _keyword() -> str:
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    return "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
+
+
+_KEYWORD = _keyword()
+
+
+__all__ = [
+    "KVCache",
+    "MemoryReport",
+    "OffloadedCache",
+    "PagedCache",
+    "QuantizedCache",
+    "SlidingWindowCache",
+    "cache_kwarg",
+]
