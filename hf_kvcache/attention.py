@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
-from .errors import CacheStateError, ConfigurationError, UnsupportedError
+from .errors import CacheInputError, CacheStateError, ConfigurationError, UnsupportedError
 from .storage import Fresh, Storage
 
 IMPLEMENTATION = "hf_kvcache"
@@ -121,6 +121,11 @@ def mask(
         return sdpa_mask(**common)
     storage = kv_length.storage
     padding = _padding(attention_mask, q_offset + q_length)
+    if padding is not None and padding.shape[1] < q_offset + q_length:
+        raise CacheInputError(
+            f"the attention mask covers {padding.shape[1]} columns, the cache holds {q_offset} and {q_length} are new: pass "
+            f"one of {q_offset + q_length} that covers what is cached as well."
+        )
     known = mask_function is causal_mask_function or _is_sliding(mask_function)
     if padding is not None and not storage.same_past(padding):
         known = False  # the mask hides columns that are stored, or shows some that are not: take it as it is

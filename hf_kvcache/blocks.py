@@ -318,13 +318,13 @@ class AppendPlan:
 
     Attributes:
         counts: `[rows]` new tokens per row.
-        copies: `[n, 2]` open pages to copy before they are written (source, target): copy-on-write.
+        copies: `[2, n]` open pages to copy before they are written, sources then targets: copy-on-write.
         writes: `[n, 5]` row, first new token, number, open page, first slot.
         encode_ids, encode_places: whole blocks stored straight from the input: `[n]` sealed page; `[n, 2]` row, first
             token.
         cold_ids, cold_places: the same for blocks that go straight to the slower tier.
-        seals: `[n, 2]` open page, sealed page.
-        demotes: `[n, 2]` sealed page, cold page.
+        seals: `[2, n]` open pages, sealed pages.
+        demotes: `[2, n]` sealed pages, cold pages.
         complete: whether storage holds every new token exactly; else only this forward's input does.
     """
 
@@ -499,18 +499,19 @@ class BlockTable:
         for r, plan in enumerate(plans):
             if plan.count:
                 self._append_row(r, plan, opened, sealed, cold, actions)
-        array = lambda rows, width: np.array(rows, np.int32).reshape(-1, width)  # noqa: E731
-        encodes, colds = array(actions.encodes, 3), array(actions.colds, 3)
+        table = lambda rows, width: np.array(rows, np.int32).reshape(-1, width)  # noqa: E731
+        columns = lambda rows: np.ascontiguousarray(table(rows, 2).T)  # noqa: E731
+        encodes, colds = table(actions.encodes, 3), table(actions.colds, 3)
         return AppendPlan(
             counts=np.array([p.count for p in plans], np.int32),
-            copies=array(actions.copies, 2),
-            writes=array(actions.writes, 5),
+            copies=columns(actions.copies),
+            writes=table(actions.writes, 5),
             encode_ids=np.ascontiguousarray(encodes[:, 0]),
             encode_places=np.ascontiguousarray(encodes[:, 1:]),
             cold_ids=np.ascontiguousarray(colds[:, 0]),
             cold_places=np.ascontiguousarray(colds[:, 1:]),
-            seals=array(actions.seals, 2),
-            demotes=array(actions.demotes, 2),
+            seals=columns(actions.seals),
+            demotes=columns(actions.demotes),
             complete=not any(
                 p.skip_to > p.skip_from or (not self.group.lossless and (p.direct or (p.seal and p.fill)))
                 for p in plans

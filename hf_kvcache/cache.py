@@ -74,6 +74,7 @@ class KVLayer(CacheLayerMixin):
         return self.storage.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        self.storage.storage.padding = None  # masks are about to be made; ours says if there is padding
         return CacheLength(self.storage.columns + query_length, self.storage.storage), 0
 
     def get_max_length(self) -> int:
@@ -246,9 +247,11 @@ class KVCache(Cache):
 
     def _select(self, indices: torch.Tensor) -> None:
         rows = indices.detach().cpu().numpy().astype(np.int64).reshape(-1)
+        batch = self.storage.batch
         self.storage.select(rows)
         if self.token_ids is not None:
-            self.token_ids = [self.token_ids[r] for r in rows]
+            copies = batch // len(self.token_ids)  # generate() repeats each row of the prompt for its beams or samples
+            self.token_ids = [self.token_ids[r // copies] for r in rows] if copies else None
         for layer in self.layers:
             if isinstance(layer, LinearAttentionLayer):
                 LinearAttentionLayer.reorder_cache(layer, torch.from_numpy(rows))

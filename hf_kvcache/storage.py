@@ -12,6 +12,7 @@ from its input, and merges the two.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -157,7 +158,9 @@ class LayerStorage:
     """
 
     def __init__(self, storage: Storage, group: LayerGroup, index: int, spec: LayerSpec, layer: int):
-        self.storage, self.group, self.index, self.spec, self.layer = storage, group, index, spec, layer
+        # A proxy, because the storage refers to its layers: without a cycle, `del cache` frees everything at once.
+        self.storage = weakref.proxy(storage)
+        self.group, self.index, self.spec, self.layer = group, index, spec, layer
         self.block_size, self.columns = group.store.block_size, 0
         self.geometry: Geometry | None = None  # None until the first append shows the true shapes
         self.device: torch.device | None = None
@@ -249,19 +252,21 @@ class LayerStorage:
     def _store(self, plan: AppendPlan, k: torch.Tensor, v: torch.Tensor) -> None:
         store = self.group.store
         opened = store.open.layer(self.index)
-        if len(plan.copies):
-            opened.scatter(plan.copies[:, 1], opened.gather(plan.copies[:, 0]))
+        if plan.copies.size:
+            source, target = plan.copies
+            opened.scatter(target, opened.gather(source))
         if len(plan.writes):
             dispatch.write(opened, k, v, plan.writes)
         if len(plan.encode_ids):
             self._encode(store.sealed.layer(self.index), plan.encode_ids, k, v, plan.encode_places)
         if len(plan.cold_ids):
             self._encode(store.cold.layer(self.index), plan.cold_ids, k, v, plan.cold_places)
-        if len(plan.seals):
-            dispatch.seal_pages(store.sealed.layer(self.index), plan.seals[:, 1], opened, plan.seals[:, 0])
-        if len(plan.demotes):
-            cold, sealed = store.cold.layer(self.index), store.sealed.layer(self.index)
-            cold.scatter(plan.demotes[:, 1], sealed.gather(plan.demotes[:, 0]))
+        if plan.seals.size:
+            source, target = plan.seals
+            dispatch.seal_pages(store.sealed.layer(self.index), target, opened, source)
+        if plan.demotes.size:
+            source, target = plan.demotes
+            store.cold.layer(self.index).scatter(target, store.sealed.layer(self.index).gather(source))
 
     def _encode(self, pages, ids: np.ndarray, k: torch.Tensor, v: torch.Tensor, places: np.ndarray) -> None:
         if not pages.codec.lossless:
@@ -316,7 +321,7 @@ class LayerStorage:
 
     def _over_storage(self, q, step: Step, stored: Stored, rope: Rotation | None, scale: float, softcap: float | None):
         """`(out, lse)` over the pages of a view; the slower tier's pages are one more part."""
-        store, group = self.group.store, self.group
+        store = self.group.store
         opened, sealed = store.open.layer(self.index), store.sealed.layer(self.index)
         view = _newest(stored.view, q.shape[2], rope)
         if not stored.n_cold.any():
@@ -509,7 +514,7 @@ class Storage:
 
     def _plan(self, batch: int, q_len: int, counts: np.ndarray, valid: np.ndarray | None) -> None:
         with self.pool.lock:
-            keep_new = self.columns > 0 and q_len <= dispatch.QUERIES
+            keep_new = q_len == 1 or (self.columns > 0 and q_len <= dispatch.QUERIES)
             planned = [group.table.prepare(batch, counts, keep_new=keep_new) for group in self.groups]
             pages = self.pool.reserve([(g.store, demand) for g, (_, demand) in zip(self.groups, planned, strict=True)])
             for group, (row_plans, _), taken in zip(self.groups, planned, pages, strict=True):

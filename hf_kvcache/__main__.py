@@ -1,0 +1,5 @@
+"""`python -m hf_kvcache`."""
+
+from .cli import main
+
+main()

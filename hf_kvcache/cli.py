@@ -1,0 +1,42 @@
+"""The command line: `hf-kvcache doctor` says which kernels are in use and why. (Also `python -m hf_kvcache`.)"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+from . import __version__
+from .cache import cache_kwarg
+from .codecs import CODECS
+from .kernels import cpu
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run a command; without one, print the help."""
+    parser = argparse.ArgumentParser(prog="hf-kvcache", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command")
+    commands.add_parser("doctor", help="which kernels are in use, and why")
+    args = parser.parse_args(argv)
+    if args.command == "doctor":
+        doctor()
+    else:
+        parser.print_help()
+
+
+def doctor() -> None:
+    """Print what this installation uses."""
+    table = Table(title=f"hf_kvcache {__version__}", show_header=False)
+    table.add_row("python, torch, transformers", f"{platform.python_version()}, {torch.__version__}, {transformers.__version__}")
+    table.add_row("keyword for a cache", next(iter(cache_kwarg(None))))
+    table.add_row("CPU kernels", cpu.status())
+    table.add_row("threads", str(torch.get_num_threads()))
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "no device: the reference kernel would serve one"
+    table.add_row("CUDA", cuda)
+    table.add_row("codecs", ", ".join(CODECS))
+    Console().print(table)

@@ -1,0 +1,27 @@
+"""What every test shares: one thread, no network, a seeded generator."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+import transformers
+
+torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The global generator starts from the same seed in every test."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """A generator of the test's own."""
+    return torch.Generator().manual_seed(0)
