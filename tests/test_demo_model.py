@@ -1,0 +1,97 @@
+"""What the caches promise on a real model: the same 256 tokens where exact, measured loss where not, honest bytes."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from eval import models, quality
+from eval.caches import cache_factory
+from hf_kvcache import OffloadedCache, PagedCache, QuantizedCache, SlidingWindowCache, cache_kwarg
+
+pytestmark = [pytest.mark.demo, pytest.mark.slow]
+
+
+@functools.cache
+def demo_model():
+    return models.load()
+
+
+@functools.cache
+def reference() -> quality.Reference:
+    """Two windows of each of three texts: 768 tokens of context, 32 scored decode steps."""
+    model, tokenizer = demo_model()
+    texts = list(models.texts().values())[:3]
+    return quality.reference(model, quality.windows(tokenizer, texts, count=6, length=768 + 32 + 1), steps=32)
+
+
+@functools.cache
+def plain_tokens() -> tuple[torch.Tensor, list[int]]:
+    model, tokenizer = demo_model()
+    prompt = quality.windows(tokenizer, list(models.texts().values())[:1], 1, 1500)
+    return prompt, generate(model, prompt, DynamicCache(config=model.config))
+
+
+def generate(model, prompt: torch.Tensor, cache) -> list[int]:
+    out = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        **cache_kwarg(cache),
+        max_new_tokens=256,
+        min_new_tokens=256,
+        do_sample=False,
+    )
+    return out[0, prompt.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [PagedCache, lambda c: OffloadedCache(c, resident_tokens=256), lambda c: SlidingWindowCache(c, window=2048)],
+    ids=["paged", "offloaded", "window_longer_than_the_text"],
+)
+def test_256_greedy_tokens_after_1500_equal_the_built_in_caches(make):
+    model, _ = demo_model()
+    prompt, expected = plain_tokens()
+    cache = make(model.config)
+    assert generate(model, prompt, cache) == expected
+    assert cache.stats()["materialisations"] == 0
+    cache.check_integrity()
+
+
+# The bounds are several times what was measured on these windows, and far below what a planted fault gives.
+@pytest.mark.parametrize(
+    ("name", "kl", "top1"),
+    [("paged", 1e-6, 1.0), ("int8/residual=0", 5e-5, 0.99), ("int4/residual=64/block_size=64", 6e-3, 0.95)],
+)
+def test_loss_of_true_decode_steps(name, kl, top1):
+    model, _ = demo_model()
+    loss = quality.divergence(model, reference(), cache_factory(name))
+    assert loss.kl_mean <= kl and loss.top1 >= top1, loss
+    assert loss.context == 768 and loss.steps == 6 * 32
+    if name != "paged":
+        assert loss.kl_mean > 1e-7, "nothing was compressed"
+
+
+def test_two_bits_show_a_loss():
+    """A measure that cannot see a bad cache measures nothing."""
+    model, _ = demo_model()
+    assert quality.divergence(model, reference(), cache_factory("int2")).kl_mean > 1e-2
+
+
+@pytest.mark.parametrize(("bits", "share"), [(8, 0.55), (4, 0.31), (2, 0.20)])
+def test_bytes_at_4096_tokens_in_bfloat16(bits, share):
+    config = demo_model()[0].config
+    cache, plain = QuantizedCache(config, bits=bits), DynamicCache(config=config)
+    shape = (1, config.num_key_value_heads, 4096, config.head_dim)
+    for layer in range(config.num_hidden_layers):
+        k, v = torch.randn(shape, dtype=torch.bfloat16), torch.randn(shape, dtype=torch.bfloat16)
+        cache.update(k, v, layer)
+        plain.update(k, v, layer)
+    expected = sum(t.untyped_storage().nbytes() for x in plain.layers for t in (x.keys, x.values))
+    report = cache.memory()
+    assert report.plain == expected
+    assert report.stored <= report.allocated <= share * expected
+    assert report.allocated == cache.pool.nbytes()
