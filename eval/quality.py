@@ -42,6 +42,14 @@ class Divergence:
         return asdict(self)
 
 
+NOISE = 1e-6  # a KL below this is float noise: the plain cache with another prefill chunking reaches 1e-7
+
+
+def readable(kl: float) -> str:
+    """A KL divergence for people: 0 where it is noise."""
+    return "0" if kl < NOISE else f"{kl:.1e}"
+
+
 @dataclass
 class Reference:
     """Windows of text with the plain cache's answers.

@@ -1,0 +1,75 @@
+"""The README tells the truth: its code runs, its commands are run by CI or here."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.S)
+
+
+@pytest.mark.demo
+def test_the_python_examples_run_one_after_the_other(capsys):
+    import fetch_demo_model
+
+    scope = {"path": str(fetch_demo_model.fetch(progress=False))}
+    for code in blocks("python"):
+        exec(compile(code, "README.md", "exec"), scope)
+    assert "QuantizedCache" in capsys.readouterr().out
+
+
+def test_every_shell_command_is_run_by_ci():
+    ci = (ROOT / ".ci" / "run").read_text()
+    commands = [
+        line.split("#")[0].split()[0] for block in blocks("bash") for line in block.splitlines() if line.strip()
+    ]
+    assert commands == ["scripts/demo", "scripts/test"]
+    assert all(command in ci for command in commands)
+
+
+@pytest.mark.demo
+@pytest.mark.slow
+def test_the_recipe_compares_caches_and_ends_with_json(tmp_path):
+    command = [sys.executable, "recipes/compare_caches.py", "--caches", "paged,int4,window:1024+4"]
+    sizes = ["--prompt-tokens", "200", "--new-tokens", "4", "--out", str(tmp_path)]
+    done = subprocess.run([*command, *sizes], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    rows = {row["cache"]: row for row in result["caches"]}
+    assert list(rows) == ["dynamic", "paged", "int4", "window:1024+4"]
+    assert rows["paged"]["same_tokens"] and rows["paged"]["loss"]["kl_mean"] < 1e-6
+    assert 1e-4 < rows["int4"]["loss"]["kl_mean"] < 0.1
+    assert rows["window:1024+4"]["loss"]["kl_mean"] > 1e-4, "the scored context is longer than the window"
+    assert Path(result["plot"]).stat().st_size > 10_000
+
+
+def test_the_recipes_are_short_and_use_public_names_only():
+    for recipe in (ROOT / "recipes").glob("*.py"):
+        text = recipe.read_text()
+        assert len(text.splitlines()) <= 80, f"{recipe.name} is longer than a screenful"
+        assert not re.search(r"hf_kvcache\.\w+\.|\._\w", text), f"{recipe.name} reaches behind the public names"
+
+
+def test_doctor_says_which_kernels_are_in_use(capsys):
+    from hf_kvcache.cli import main
+
+    main(["doctor"])
+    out = capsys.readouterr().out
+    assert "CPU kernels" in out and "int4" in out
+
+
+def test_every_change_to_the_public_names_is_documented():
+    import hf_kvcache
+
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    for name in ("PagedCache", "SlidingWindowCache", "QuantizedCache", "OffloadedCache", "BlockPool"):
+        assert name in hf_kvcache.__all__ and name in changelog and name in README
