@@ -26,6 +26,7 @@ from .errors import CacheInputError, CacheStateError, CapacityError, Unsupported
 from .kernels import dispatch, reference
 from .kernels.base import Pages, Rotation, View
 from .kernels.merge import merge, with_sink_logits
+from .kernels.prefill import causal, prefill
 from .retention import Retention
 from .spec import LayerSpec
 from .tiers import Tier
@@ -311,7 +312,7 @@ class LayerStorage:
             plain = step.tokens is None and step.past is None and softcap is None and s_aux is None
             n = fresh.k.shape[2]
             if plain and (kept is None or kept >= n) and q.shape[2] in (1, n):
-                return dispatch.causal(q, fresh.k, fresh.v, scale)
+                return causal(q, fresh.k, fresh.v, scale)
             part = self._over_input(q, fresh, step, rope, scale, softcap, kept)
             if step.past is not None:
                 part = merge(self._over_storage(q, step, step.past, rope, scale, softcap), part)
@@ -359,7 +360,7 @@ class LayerStorage:
             queries = slice(None) if step.tokens is None else tokens[tokens >= n - m] - (n - m)
             if step.tokens is not None and not len(queries):
                 continue  # a chunk of padding only
-            out[b, queries], lse[b, queries] = reference.prefill(
+            out[b, queries], lse[b, queries] = prefill(
                 q[b, :, queries],
                 fresh.k[b, :, tokens],
                 fresh.v[b, :, tokens],

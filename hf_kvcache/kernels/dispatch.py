@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from . import cpu, reference
 from .base import Pages, View
@@ -41,13 +40,3 @@ def seal_pages(sealed: Pages, ids: np.ndarray, open_: Pages, sources: np.ndarray
     """Open pages into sealed pages; see `reference.seal_pages`."""
     native = _native(sealed) and cpu.supports(sealed.geometry, sealed.codec, 1)
     (cpu if native else reference).seal_pages(sealed, ids, open_, sources)
-
-
-def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Plain causal attention of new queries over new keys, `[batch, heads, n, dim]`, by torch's fused kernel.
-
-    Returns `[batch, n, q_heads, v_dim]` in the dtype of `q`.
-    """
-    one = q.shape[2] == 1  # a single query is the newest one and sees every key
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=not one, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return out.transpose(1, 2)

@@ -98,6 +98,13 @@ def prefill(
     return torch.cat(outs), torch.cat(lses)
 
 
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, visible: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(out, lse)` of one row's `q` `[q_heads, m, k_dim]` over `k`, `v` `[kv_heads, n, dim]` as `visible` `[m, n]` says."""
+    return _softmax_times_values(_scores(q, k.float(), scale), visible, v.float(), None)
+
+
 def _scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
     """`[kv_heads, group, q_len, n]` of `q` `[q_heads, q_len, dim]` and `k` `[kv_heads, n, dim]`."""
     heads, q_len, dim = q.shape
