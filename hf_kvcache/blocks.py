@@ -7,6 +7,7 @@ serves them all.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -726,8 +727,8 @@ class BlockTable:
         return np.concatenate([np.zeros(0, np.int32), *parts])
 
     def __del__(self):
-        # A pool outlives its caches; what a dropped cache held goes back to it.
-        if getattr(self, "pool", None) is not None and np is not None:
+        # A pool outlives its caches; what a dropped cache held goes back to it. (At exit there is nothing to give back to.)
+        if hasattr(self, "ids") and not sys.is_finalizing():
             self.clear()
 
     # ---- reading --------------------------------------------------------------------------------------------------

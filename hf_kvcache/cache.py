@@ -310,7 +310,7 @@ class KVCache(Cache):
             self.reset()
         else:
             self.storage.crop_rows(columns, lengths)
-            self.storage.valid = None if mask[:, :columns].all() else mask[:, :columns].copy()
+            self.storage.valid = None if mask[:, :columns].all() else mask[:, :columns]
 
     def fork(self) -> KVCache:
         """An independent cache with the same content that shares every block; writing copies one open block."""

@@ -32,11 +32,15 @@ def main(argv: list[str] | None = None) -> None:
 def doctor() -> None:
     """Print what this installation uses."""
     table = Table(title=f"hf_kvcache {__version__}", show_header=False)
-    table.add_row("python, torch, transformers", f"{platform.python_version()}, {torch.__version__}, {transformers.__version__}")
+    table.add_row(
+        "python, torch, transformers", f"{platform.python_version()}, {torch.__version__}, {transformers.__version__}"
+    )
     table.add_row("keyword for a cache", next(iter(cache_kwarg(None))))
     table.add_row("CPU kernels", cpu.status())
     table.add_row("threads", str(torch.get_num_threads()))
-    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "no device: the reference kernel would serve one"
+    cuda = (
+        torch.cuda.get_device_name() if torch.cuda.is_available() else "no device: the reference kernel would serve one"
+    )
     table.add_row("CUDA", cuda)
     table.add_row("codecs", ", ".join(CODECS))
     Console().print(table)

@@ -35,10 +35,11 @@ RotaryAngles = Callable[[np.ndarray, torch.device], Rotation]  # positions to tu
 
 
 class Stored(NamedTuple):
-    """A view of a group's storage, and how many entries of each row are in the slower tier."""
+    """A view of a group's storage, how many entries of each row are in the slower tier, and where positions are."""
 
     view: View
     n_cold: np.ndarray
+    places: Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass
@@ -53,6 +54,7 @@ class Step:
         past: storage before the append, when it held anything and the new part is read from its input; else None.
         seen: `[batch, q_len]` tokens up to and including each query's own.
         before: `[batch]` tokens before the pass.
+        window, sinks: what each query sees: the newest `window` positions (None for all) and the first `sinks`.
     """
 
     plan: AppendPlan
@@ -62,6 +64,8 @@ class Step:
     past: Stored | None
     seen: np.ndarray
     before: np.ndarray
+    window: int | None
+    sinks: int
     narrowed: dict[int, Step] = field(default_factory=dict)
     rotations: dict[torch.device, Rotation] = field(default_factory=dict)
     number: int = field(default_factory=itertools.count().__next__)
@@ -96,40 +100,33 @@ class LayerGroup:
         """Enter the planned blocks and work out what every query sees."""
         table = self.table
         before, had_past = table.length.copy(), q_len > 1 and table.length.any()
-        past, past_places = (_view(table, copy=True), table.places()) if had_past else (None, None)
+        past = _view(table, copy=True) if had_past else None
         plan = table.commit(row_plans, pages)
         if valid is None:
             seen, tokens = before[:, None] + np.arange(1, q_len + 1), None
         else:
             seen = before[:, None] + np.cumsum(valid, axis=1)
             tokens = [torch.from_numpy(np.nonzero(row)[0]) for row in valid]
-        now, window = None, self.retention.window
+        now = None
         if q_len == 1 or (had_past and q_len <= dispatch.QUERIES and plan.complete):
-            now, past = self._with_ranges(_view(table), table.places(), seen, window), None
-        elif past is not None:
-            past = self._with_ranges(past, past_places, seen, window)
-        self.step = Step(plan, q_len, tokens, now, past, seen, before)
+            now, past = _view(table), None
+        window, sinks = self.retention.window, self.retention.sinks
+        now, past = (_with_ranges(stored, seen, window, sinks) for stored in (now, past))
+        self.step = Step(plan, q_len, tokens, now, past, seen, before, window, sinks)
 
     def narrow(self, step: Step, window: int) -> Step:
-        """The same pass for a model layer that looks back over fewer positions than the group keeps."""
+        """The same pass for a model layer that looks back over fewer positions than the group keeps, and at no sinks."""
         if window not in step.narrowed:
-            places = self.table.places()
-            now = step.now and self._with_ranges(step.now, places, step.seen, window)
-            past = step.past and self._with_ranges(step.past, places, step.seen, window)
-            step.narrowed[window] = replace(step, now=now, past=past)
+            now, past = (_with_ranges(stored, step.seen, window, 0) for stored in (step.now, step.past))
+            step.narrowed[window] = replace(step, now=now, past=past, window=window, sinks=0)
         return step.narrowed[window]
-
-    def _with_ranges(self, stored: Stored, places, seen: np.ndarray, window: int | None) -> Stored:
-        oldest = np.zeros_like(seen) if window is None else np.maximum(seen - window, 0)
-        begin, end = (np.ascontiguousarray(places(x), dtype=np.int32) for x in (oldest, seen))
-        return stored._replace(view=replace(stored.view, begin=begin, end=end, sinks=self.retention.sinks))
 
     def turned_back(self, step: Step, device: torch.device) -> Rotation | None:
         """Angles from each query's position to the one it has inside the cache; None where no position was dropped."""
-        if self.angles is None:
+        if self.angles is None or not step.sinks:
             return None
         if device not in step.rotations:
-            dropped = np.maximum(step.seen - self.retention.window - self.retention.sinks, 0)
+            dropped = np.maximum(step.seen - step.window - step.sinks, 0)
             step.rotations[device] = self.angles(dropped, device) if dropped.any() else None
         return step.rotations[device]
 
@@ -138,7 +135,16 @@ def _view(table: BlockTable, copy: bool = False) -> Stored:
     arrays = (table.ids, table.first, table.n_sealed, table.n_entries, table.n_cold)
     ids, first, n_sealed, n_entries, n_cold = (x.copy() if copy else x for x in arrays)
     none = np.zeros((table.rows, 0), np.int32)
-    return Stored(View(ids, first, np.zeros_like(n_cold), n_sealed, n_entries, none, none), n_cold)
+    return Stored(View(ids, first, np.zeros_like(n_cold), n_sealed, n_entries, none, none), n_cold, table.places())
+
+
+def _with_ranges(stored: Stored | None, seen: np.ndarray, window: int | None, sinks: int) -> Stored | None:
+    """The view with the range of every query."""
+    if stored is None:
+        return None
+    oldest = np.zeros_like(seen) if window is None else np.maximum(seen - window, 0)
+    begin, end = (np.ascontiguousarray(stored.places(x), dtype=np.int32) for x in (oldest, seen))
+    return stored._replace(view=replace(stored.view, begin=begin, end=end, sinks=sinks))
 
 
 class Fresh:
@@ -301,19 +307,17 @@ class LayerStorage:
             `[batch, m, q_heads, v_dim]` in the dtype of `q`. Queries of columns without a token get zeros or noise.
         """
         step = self._current(fresh)
-        kept = self.group.retention.window
-        if window is not None and (kept is None or window < kept):
+        if window is not None and (step.window is None or window < step.window):
             step = self.group.narrow(step, window)
-            kept = window
         rope = self.group.turned_back(step, q.device)
         if step.now is not None:
             part = self._over_storage(q, step, step.now, rope, scale, softcap)
         else:
             plain = step.tokens is None and step.past is None and softcap is None and s_aux is None
             n = fresh.k.shape[2]
-            if plain and (kept is None or kept >= n) and q.shape[2] in (1, n):
+            if plain and (step.window is None or step.window >= n) and q.shape[2] in (1, n):
                 return causal(q, fresh.k, fresh.v, scale)
-            part = self._over_input(q, fresh, step, rope, scale, softcap, kept)
+            part = self._over_input(q, fresh, step, rope, scale, softcap)
             if step.past is not None:
                 part = merge(self._over_storage(q, step, step.past, rope, scale, softcap), part)
         if s_aux is not None:
@@ -348,7 +352,7 @@ class LayerStorage:
                 table[r, : len(part)] = part
         return replace(view, ids=table, n_sealed=n_cold, entry_end=n_cold), pages
 
-    def _over_input(self, q, fresh: Fresh, step: Step, rope, scale: float, softcap: float | None, window: int | None):
+    def _over_input(self, q, fresh: Fresh, step: Step, rope, scale: float, softcap: float | None):
         """`(out, lse)` over the new tokens as they came in, row by row where columns are missing."""
         batch, heads, m, _ = q.shape
         n = fresh.k.shape[2]
@@ -365,8 +369,8 @@ class LayerStorage:
                 fresh.k[b, :, tokens],
                 fresh.v[b, :, tokens],
                 scale,
-                window=window,
-                sinks=max(0, self.group.retention.sinks - int(step.before[b])) if window is not None else 0,
+                window=step.window,
+                sinks=max(0, step.sinks - int(step.before[b])),
                 turned=None if turned is None else turned[b, :, queries],
                 softcap=softcap,
             )
@@ -475,7 +479,7 @@ class Storage:
 
     def _forget(self) -> None:
         self.columns, self.batch = 0, 0
-        self.valid: np.ndarray | None = None  # [batch, columns]; None while every column holds a token
+        self._valid: np.ndarray | None = None
         self.padding: np.ndarray | None = None
 
     # ---- passes ---------------------------------------------------------------------------------------------------
@@ -507,11 +511,9 @@ class Storage:
             if shared:
                 self.select(np.zeros(1, np.int64))
             raise
-        if valid is not None or self.valid is not None:
-            old = np.ones((batch, self.columns), bool) if self.valid is None else self.valid
-            new = np.ones((batch, q_len), bool) if valid is None else valid
-            self.valid = np.concatenate([old, new], axis=1)
         self.batch, self.columns = batch, self.columns + q_len
+        if valid is not None or self.valid is not None:
+            self._enter_columns(valid, q_len)
 
     def _plan(self, batch: int, q_len: int, counts: np.ndarray, valid: np.ndarray | None) -> None:
         with self.pool.lock:
@@ -533,6 +535,23 @@ class Storage:
             )
         new = padding[:, self.columns :]
         return None if new.all() else new
+
+    def _enter_columns(self, valid: np.ndarray | None, q_len: int) -> None:
+        """Note which of the newest columns hold a token, in an array that doubles when it is full."""
+        if self.valid is None:
+            self._valid = np.ones((self.batch, self.columns), bool)
+        if self._valid.shape[1] < self.columns:
+            self._valid = np.pad(self._valid, ((0, 0), (0, self.columns)), constant_values=True)
+        self._valid[:, self.columns - q_len : self.columns] = True if valid is None else valid
+
+    @property
+    def valid(self) -> np.ndarray | None:
+        """`[batch, columns]` which columns hold a token; None while every one does."""
+        return None if self._valid is None else self._valid[:, : self.columns]
+
+    @valid.setter
+    def valid(self, valid: np.ndarray | None) -> None:
+        self._valid = None if valid is None else valid.copy()
 
     def token_columns(self, row: int) -> torch.Tensor:
         """The columns of the batch that hold row `row`'s tokens."""
@@ -594,7 +613,6 @@ class Storage:
 
     def _set_columns(self, columns: int) -> None:
         self.columns = columns
-        self.valid = None if self.valid is None else self.valid[:, :columns]
         for layer in self.layers:
             if layer is not None and layer.columns:
                 layer.columns = columns
@@ -630,7 +648,7 @@ class Storage:
             mine.table.clear()
             mine.table = theirs.table.fork()
         self.columns, self.batch = other.columns, other.batch
-        self.valid = None if other.valid is None else other.valid.copy()
+        self.valid = other.valid
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             if mine is not None:
                 mine.columns, mine.geometry, mine.device = theirs.columns, theirs.geometry, theirs.device
