@@ -9,7 +9,6 @@ attention implementation, only slower.
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
 
 import torch
 from transformers import AttentionInterface
@@ -83,10 +82,28 @@ def warn_once(key: str, message: str) -> None:
 # --------------------------------------------------------------------------------------------------------------
 
 
-class MaskFacts(NamedTuple):
-    """What a compact mask stands for, attached to it as `hf_kvcache_facts`: causal, within `window` where given."""
+class CompactMask(torch.Tensor):
+    """Which columns hold a token, `[batch, 1, 1, columns]` bool: stands for a causal mask, within `window` where given.
+
+    It stays one when a model indexes it (Gemma 4 takes the newest queries' part); any other operation gives a tensor.
+    """
 
     window: int | None
+
+    @classmethod
+    def of(cls, columns: torch.Tensor, window: int | None) -> CompactMask:
+        self = columns.as_subclass(cls)
+        self.window = window
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        plain = lambda x: x.as_subclass(torch.Tensor) if isinstance(x, CompactMask) else x  # noqa: E731
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*torch.utils._pytree.tree_map(plain, args), **(kwargs or {}))
+        if func is torch.Tensor.__getitem__:
+            return cls.of(out, args[0].window)
+        return out
 
 
 def mask(
@@ -151,8 +168,7 @@ def _compact_mask(batch: int, columns: int, attention_mask, window: int | None, 
         compact = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device).expand(batch, 1, 1, columns)
     else:
         compact = attention_mask[:, None, None, :columns].bool()
-    compact.hf_kvcache_facts = MaskFacts(window)
-    return compact
+    return CompactMask.of(compact, window)
 
 
 def _is_sliding(mask_function) -> bool:
@@ -170,7 +186,7 @@ def _full_mask(compact: torch.Tensor | None, q_len: int, kv_len: int, window: in
     visible = key <= query
     if window is not None:
         visible &= key > query - window
-    return visible if compact is None else visible & compact
+    return visible if compact is None else compact & visible
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -199,11 +215,11 @@ def attention(
             "fused attention has no weights to give: load the model with attn_implementation='eager'."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    facts = getattr(attention_mask, "hf_kvcache_facts", None)
+    compact = isinstance(attention_mask, CompactMask)
     stored = isinstance(key, KVHandle) and isinstance(value, KVHandle)
     if stored:
         _check_positions(key.fresh, kwargs.get("position_ids"))
-    if stored and (attention_mask is None or facts) and kwargs.get("position_bias") is None:
+    if stored and (attention_mask is None or compact) and kwargs.get("position_bias") is None:
         if dropout and module.training:
             raise UnsupportedError(f"dropout={dropout} is for training; a cache is for inference: call model.eval().")
         out = key.fresh.layer.attend(
@@ -217,11 +233,10 @@ def attention(
         return out, None
     key, value = (x.materialise() if isinstance(x, KVHandle) else x for x in (key, value))
     q_len, kv_len = query.shape[2], key.shape[2]
-    compact = facts or (attention_mask is not None and attention_mask.shape[2] == 1 < q_len)
     if compact or (stored and attention_mask is None and 1 < q_len != kv_len):
         # Causality that our compact mask left to the kernel. (sdpa's own shortcut would align queries with the first
         # keys.)
-        window = facts.window if facts else kwargs.get("sliding_window")
+        window = attention_mask.window if compact else kwargs.get("sliding_window")
         attention_mask = _full_mask(attention_mask, q_len, kv_len, window, query.device)
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         return _eager(module, query, key, value, attention_mask, scale, **kwargs), None
