@@ -344,7 +344,9 @@ class LayerStorage:
         pages, moved = tier.fetch((step.number, self.index), cold.layer(self.index), ids, device)
         following = self.index + 1
         if following < len(cold.pages) and cold.pages[following] is not None:
-            tier.prefetch((step.number, following), cold.layer(following), ids, device)
+            # What this pass made cold reaches the next layer's pages only when that layer appends.
+            settled = ids[~np.isin(ids, np.concatenate([step.plan.demotes[1], step.plan.cold_ids]))]
+            tier.prefetch((step.number, following), cold.layer(following), settled, device)
         table = view.ids
         if moved is not ids:
             table = view.ids.copy()
@@ -510,6 +512,8 @@ class Storage:
         except CapacityError:
             if shared:
                 self.select(np.zeros(1, np.int64))
+            if not self.columns:
+                self.reset()
             raise
         self.batch, self.columns = batch, self.columns + q_len
         if valid is not None or self.valid is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ class HostTier(Tier):
         if ring < 1:
             raise ConfigurationError(f"ring={ring} leaves no buffer to bring blocks back to; use 2.")
         self.resident_tokens, self.ring, self.direct = resident_tokens, ring, direct
-        self._staged: OrderedDict[tuple, tuple[Pages, torch.cuda.Event | None]] = OrderedDict()
+        self._staged: OrderedDict[tuple, _Staged] = OrderedDict()
         self._spare: list[torch.Tensor] = []
         self._stream: torch.cuda.Stream | None = None
 
@@ -47,32 +48,49 @@ class HostTier(Tier):
         return device.type == "cpu" if self.direct is None else self.direct
 
     def prefetch(self, key: tuple, pages: Pages, ids: np.ndarray, device: torch.device) -> None:
-        if self._reads_in_place(device) or key in self._staged or not len(ids):
-            return
-        while len(self._staged) >= self.ring:
-            _, (old, _) = self._staged.popitem(last=False)
-            self._spare.append(old.slabs[0])
-        buffer = self._buffer(len(ids), pages.layout.nbytes, device)
-        event = None
-        if device.type == "cuda":
-            self._stream = self._stream or torch.cuda.Stream(device)
-            # The buffer's last reader was queued on the compute stream: the copy must come after it.
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(self._stream):
-                _copy_runs(pages, ids, buffer)
-                event = self._stream.record_event()
-        else:
-            _copy_runs(pages, ids, buffer)
-        self._staged[key] = (_staged_pages(pages, buffer, len(ids)), event)
+        if self.ring > 1 and not self._reads_in_place(device):  # a single buffer is still being read
+            self._stage(key, pages, ids, device)
 
     def fetch(self, key: tuple, pages: Pages, ids: np.ndarray, device: torch.device) -> tuple[Pages, np.ndarray]:
         if self._reads_in_place(device):
             return pages, ids
-        self.prefetch(key, pages, ids, device)
-        staged, event = self._staged[key]
-        if event is not None:
-            torch.cuda.current_stream(device).wait_event(event)
-        return staged, np.arange(len(ids), dtype=np.int32)
+        staged = self._stage(key, pages, ids, device)
+        if staged.event is not None:
+            torch.cuda.current_stream(device).wait_event(staged.event)
+        order = np.argsort(staged.ids)
+        places = order[np.searchsorted(staged.ids, ids, sorter=order)].astype(np.int32)
+        return _as_pages(pages, staged.buffer, len(staged.ids)), places
+
+    def _stage(self, key: tuple, pages: Pages, ids: np.ndarray, device: torch.device) -> _Staged:
+        """Bring what is not there yet of `ids` into the buffer of `key`."""
+        staged = self._staged.get(key)
+        if staged is None:
+            while len(self._staged) >= self.ring:
+                self._spare.append(self._staged.popitem(last=False)[1].buffer)
+            buffer = self._buffer(len(ids), pages.layout.nbytes, device)
+            staged = self._staged[key] = _Staged(buffer, np.zeros(0, ids.dtype))
+        missing = np.setdiff1d(ids, staged.ids)
+        done = len(staged.ids)
+        if done + len(missing) > len(staged.buffer):
+            wider = self._buffer(done + len(missing), pages.layout.nbytes, device)
+            wider[:done].copy_(staged.buffer[:done])
+            staged.buffer = wider
+        if len(missing):
+            staged.event = self._copy(pages, missing, staged.buffer[done:], device)
+            staged.ids = np.concatenate([staged.ids, missing])
+        return staged
+
+    def _copy(self, pages: Pages, ids: np.ndarray, buffer: torch.Tensor, device: torch.device):
+        """Copy pages, on CUDA in a stream of its own; returns the event to wait for."""
+        if device.type != "cuda":
+            _copy_runs(pages, ids, buffer)
+            return None
+        self._stream = self._stream or torch.cuda.Stream(device)
+        # The buffer's last reader was queued on the compute stream: the copy must come after it.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            _copy_runs(pages, ids, buffer)
+            return self._stream.record_event()
 
     def _buffer(self, count: int, nbytes: int, device: torch.device) -> torch.Tensor:
         """A staging buffer for `count` pages: a spare one where it fits, else a new one with room to grow."""
@@ -81,6 +99,15 @@ class HostTier(Tier):
             if buffer.shape[0] >= count and buffer.shape[1] == nbytes and buffer.device == device:
                 return buffer
         return torch.empty((count + count // 8 + 1, nbytes), dtype=torch.uint8, device=device)
+
+
+@dataclass
+class _Staged:
+    """A staging buffer, the pages that its rows hold, and the event after which they do."""
+
+    buffer: torch.Tensor
+    ids: np.ndarray
+    event: torch.cuda.Event | None = None
 
 
 def _copy_runs(pages: Pages, ids: np.ndarray, buffer: torch.Tensor) -> None:
@@ -94,7 +121,7 @@ def _copy_runs(pages: Pages, ids: np.ndarray, buffer: torch.Tensor) -> None:
         buffer[start:stop].copy_(source, non_blocking=True)
 
 
-def _staged_pages(pages: Pages, buffer: torch.Tensor, count: int) -> Pages:
+def _as_pages(pages: Pages, buffer: torch.Tensor, count: int) -> Pages:
     addresses = buffer.data_ptr() + np.arange(count, dtype=np.int64) * pages.layout.nbytes
     slab, row = np.zeros(count, np.int32), np.arange(count, dtype=np.int32)
     return Pages(pages.codec, pages.geometry, pages.layout, pages.order, [buffer], slab, row, addresses)
