@@ -278,7 +278,7 @@ def _check_positions(fresh: Fresh, position_ids: torch.Tensor | None) -> None:
     wrong = [row for row in range(len(held)) if held[row] and last[row] + 1 != held[row]]
     if wrong:
         row, before = wrong[0], int(step.before[wrong[0]])
-        storage.crop(storage.columns - step.q_len)
+        storage.undo()
         raise CacheStateError(
             f"row {row} holds {before} tokens, and the {step.q_len} columns given end at position {last[row]}: they do not "
             "follow on (the cache holds the whole prompt already, or another text, or use_cache=False). Call "

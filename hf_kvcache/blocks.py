@@ -379,6 +379,9 @@ class _Actions:
     demotes: list = field(default_factory=list)
 
 
+ROW_ARRAYS = ("ids", "first", "n_cold", "n_sealed", "n_entries", "length", "gap")
+
+
 class BlockTable:
     """The block tables of a batch for one layer group (see `kernels/base.py` for entries and stored indices).
 
@@ -407,6 +410,7 @@ class BlockTable:
         self.group, self.pool = group, pool
         self.window, self.sinks, self.residual, self.resident = window, sinks, residual, resident
         self.keep_all = False  # while a rollback may come (assisted decoding), nothing is dropped
+        self._before: dict[str, np.ndarray] = {}
         self._pending: list[tuple[PageStore, np.ndarray]] = []  # let go, but this forward's attention still reads them
         self.tokens_sealed = 0
         self._start(0)
@@ -495,6 +499,7 @@ class BlockTable:
 
     def commit(self, plans: list[_RowPlan], pages: tuple[list[int], list[int], list[int]]) -> AppendPlan:
         """Enter the planned blocks into the tables, using up `pages`, and say what each layer has to do."""
+        self._before = {name: getattr(self, name).copy() for name in ROW_ARRAYS}
         opened, sealed, cold = (iter(ids) for ids in pages)
         actions = _Actions()
         for r, plan in enumerate(plans):
@@ -593,6 +598,18 @@ class BlockTable:
             self.ids = np.concatenate([self.ids, np.zeros((rows, wider - width), np.int32)], axis=1)
             self.first = np.concatenate([self.first, np.zeros((rows, wider - width), np.int32)], axis=1)
 
+    def undo(self) -> None:
+        """Be as before the last `commit`. What it let go is still there: until the next pass it is only pending."""
+        with self.pool.lock:
+            held = [(store, self.references(store)) for store in self.group.stores]
+            self._pending.clear()
+            for name, array in self._before.items():
+                setattr(self, name, array)
+            for store in self.group.stores:
+                store.retain(self.references(store))
+            for store, ids in held:
+                store.release(ids)
+
     # ---- letting go -----------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
@@ -685,7 +702,7 @@ class BlockTable:
         """Make row `i` what row `rows[i]` was: beams, batch selection, repetition. Moves no block."""
         self.settle()
         old = [(store, self.references(store)) for store in self.group.stores]
-        for name in ("ids", "first", "n_cold", "n_sealed", "n_entries", "length", "gap"):
+        for name in ROW_ARRAYS:
             setattr(self, name, np.ascontiguousarray(getattr(self, name)[rows]))
         with self.pool.lock:
             for store in self.group.stores:
@@ -704,7 +721,7 @@ class BlockTable:
             residual=self.residual,
             resident=self.resident,
         )
-        for name in ("ids", "first", "n_cold", "n_sealed", "n_entries", "length", "gap"):
+        for name in ROW_ARRAYS:
             setattr(twin, name, getattr(self, name).copy())
         twin.keep_all, twin.tokens_sealed = self.keep_all, self.tokens_sealed
         with self.pool.lock:

@@ -15,7 +15,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 
 from .attention import CacheLength, KVHandle
 from .blocks import BlockPool
-from .codecs import Codec, NativeCodec, codec_for
+from .codecs import Codec, Geometry, NativeCodec, codec_for
+from .codecs.packing import LANES
 from .errors import CacheInputError, ConfigurationError
 from .retention import Everything, Retention, Window
 from .rotary import RotaryAngles
@@ -165,6 +166,7 @@ class KVCache(Cache):
                 members.setdefault(self._choice(index, spec), []).append(index)
         placed: dict[int, LayerStorage] = {}
         for (retention, codec, tier), indices in members.items():
+            codec.layout(Geometry(1, 1, 1, self.block_size, torch.float32), LANES)  # refuses what cannot be, now
             tier, native = copy.deepcopy(tier), NativeCodec()
             store = self.pool.group(tuple(indices), codec, self.block_size, tier.resident_tokens is not None, native)
             group = LayerGroup(retention, tier, store, self.pool, self.residual, self.rotary)
@@ -212,9 +214,10 @@ class KVCache(Cache):
         """
         n, columns = int(tokens_to_remove), self.storage.columns
         target = max(0, min(columns, columns + n if n <= 0 else n))
-        self.storage.check_crop(target)
-        for layer in self.layers:
-            if isinstance(layer, LinearAttentionLayer) and columns:
+        linear = [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
+        if linear and columns:
+            self.storage.check_crop(target)
+            for layer in linear:
                 layer.crop(target - columns)
         self.storage.crop(target)
         if self.token_ids is not None:
@@ -294,23 +297,20 @@ class KVCache(Cache):
             taken = np.cumsum(mask, axis=1)
             fits = (taken <= np.minimum(matches, held)[:, None]).all(axis=0)
             columns = min(int(fits.argmin()) if not fits.all() else len(fits), ids.shape[1] - 1)
-        self._keep_columns(columns, mask)
+        columns = self._keep_columns(columns, mask)
         self.token_ids = rows
         return columns
 
-    def _keep_columns(self, columns: int, mask: np.ndarray) -> None:
+    def _keep_columns(self, columns: int, mask: np.ndarray) -> int:
+        """Cut back to `columns` of the prompt, or to nothing where a window or a recurrent state cannot go back."""
         lengths = mask[:, :columns].sum(axis=1)
-        if (
-            columns == 0
-            or not self.storage.can_crop(lengths)
-            or any(isinstance(x, LinearAttentionLayer) for x in self.layers)
-        ):
-            columns = 0
-        if columns == 0:
+        recurrent = any(isinstance(layer, LinearAttentionLayer) for layer in self.layers)
+        if columns == 0 or recurrent or not self.storage.can_crop(lengths):
             self.reset()
-        else:
-            self.storage.crop_rows(columns, lengths)
-            self.storage.valid = None if mask[:, :columns].all() else mask[:, :columns]
+            return 0
+        self.storage.crop_rows(columns, lengths)
+        self.storage.valid = None if mask[:, :columns].all() else mask[:, :columns]
+        return columns
 
     def fork(self) -> KVCache:
         """An independent cache with the same content that shares every block; writing copies one open block."""

@@ -482,6 +482,7 @@ class Storage:
     def _forget(self) -> None:
         self.columns, self.batch = 0, 0
         self._valid: np.ndarray | None = None
+        self._shared = False
         self.padding: np.ndarray | None = None
 
     # ---- passes ---------------------------------------------------------------------------------------------------
@@ -490,10 +491,9 @@ class Storage:
         """Plan the pass that `k` `[batch, kv_heads, q_len, k_dim]` opens, for all layers; or raise and change
         nothing."""
         batch, _, q_len, _ = k.shape
-        behind = [x.layer for x in self.layers if x is not None and 0 < x.columns < self.columns]
-        if behind:
+        if self._halfway():
             raise CacheStateError(
-                f"layers {behind} stopped halfway through an earlier forward pass. Call reset(), or crop() to before it."
+                f"layers {self._halfway()} stopped halfway through an earlier forward pass. Call reset(), or crop() to before it."
             )
         if self.columns and batch != self.batch != 1:
             raise CacheInputError(
@@ -504,20 +504,33 @@ class Storage:
         counts = np.full(batch, q_len) if valid is None else valid.sum(axis=1)
         for layer in filter(None, self.layers):
             layer.expect(k.dtype, k.device)
-        shared = self.columns and batch > self.batch  # one prefilled row for several beams or samples
-        if shared:
+        self._shared = bool(self.columns) and batch > self.batch  # one prefilled row for several beams or samples
+        if self._shared:
             self.select(np.zeros(batch, np.int64))
         try:
             self._plan(batch, q_len, counts, valid)
         except CapacityError:
-            if shared:
-                self.select(np.zeros(1, np.int64))
-            if not self.columns:
-                self.reset()
+            self._as_before()
             raise
         self.batch, self.columns = batch, self.columns + q_len
         if valid is not None or self.valid is not None:
             self._enter_columns(valid, q_len)
+
+    def undo(self) -> None:
+        """Take back the pass that some layers have begun, whatever it sealed, moved or dropped."""
+        for group in self.groups:
+            group.table.undo()
+        self._set_columns(self.columns - self.groups[0].step.q_len)
+        for group in self.groups:
+            group.step = None
+        self._as_before()
+
+    def _as_before(self) -> None:
+        """What a pass changes before it stores anything."""
+        if not self.columns:
+            self.reset()
+        elif self._shared:
+            self.select(np.zeros(1, np.int64))
 
     def _plan(self, batch: int, q_len: int, counts: np.ndarray, valid: np.ndarray | None) -> None:
         with self.pool.lock:
@@ -578,10 +591,15 @@ class Storage:
         Raises:
             CacheStateError: a window has moved on so far that positions it would need again are gone; nothing changed.
         """
+        if self._halfway():
+            self.undo()
+        columns = min(columns, self.columns)
         self.check_crop(columns)
-        complete = [x.columns for x in self.layers if x is not None and x.columns]
-        columns = min([columns, self.columns, *complete])  # a pass that stopped halfway is cut off with the rest
         self.crop_rows(columns, self._lengths(columns))
+
+    def _halfway(self) -> list[int]:
+        """Layers that the last pass did not reach, though earlier ones did."""
+        return [x.layer for x in self.layers if x is not None and 0 < x.columns < self.columns]
 
     def check_crop(self, columns: int) -> None:
         """Raise what `crop` would raise."""
@@ -617,8 +635,8 @@ class Storage:
 
     def _set_columns(self, columns: int) -> None:
         self.columns = columns
-        for layer in self.layers:
-            if layer is not None and layer.columns:
+        for layer in filter(None, self.layers):
+            if layer.columns:
                 layer.columns = columns
 
     def select(self, rows: np.ndarray) -> None:
