@@ -401,7 +401,7 @@ class LayerStorage:
     def _materialise(self, fresh: Fresh, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         stored = step.now or step.past
         if stored is None:
-            return fresh.k, fresh.v
+            return fresh.k.contiguous(), fresh.v.contiguous()  # what a handle's strides promise
         g, storage, new = self.geometry, self.storage, fresh.k.shape[2]
         shape = (storage.batch, g.kv_heads, storage.columns)
         k, v = (fresh.k.new_zeros((*shape, dim)) for dim in (g.k_dim, g.v_dim))

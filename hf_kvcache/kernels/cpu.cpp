@@ -1134,6 +1134,8 @@ class Attention {
   void hide(const Block& block, int r, bool turned) const {
     const int64_t at = int64_t(share_.row) * view_.q_len + share_.query_begin + r / group_;
     const int begin = view_.begin[at], end = view_.end[at];
+    const bool all_seen = begin <= block.first && block.first + block.n <= end && block.n % W == 0;
+    if (all_seen && call_.softcap == 0) return;
     const auto slot = [&](int index) { return std::min(std::max(index - block.first, 0), block.n); };
     const int sinks = slot(std::min(view_.sinks, std::min(begin, end))), lo = slot(begin), hi = slot(end);
     float* s = scores_ + r * score_stride_;
