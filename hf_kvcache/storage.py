@@ -68,8 +68,22 @@ class Step:
     sinks: int
     narrowed: dict[int, Step] = field(default_factory=dict)
     rotations: dict[torch.device, Rotation] = field(default_factory=dict)
+    views: dict[tuple, View] = field(default_factory=dict)
     number: int = field(default_factory=itertools.count().__next__)
     checked: bool = False
+
+    def newest(self, view: View, m: int, rope: Rotation | None) -> View:
+        """`view` for the newest `m` queries only (some models ask for the last one alone), with their angles.
+
+        Kept for the pass: the layers share it, and kernels keep what they made of it.
+        """
+        if m == self.q_len and rope is None:
+            return view
+        key = (id(view), m, id(rope))
+        if key not in self.views:
+            begin, end = (np.ascontiguousarray(x[:, -m:]) for x in (view.begin, view.end))
+            self.views[key] = replace(view, begin=begin, end=end, rope=rope and _newest_angles(rope, m))
+        return self.views[key]
 
 
 class LayerGroup:
@@ -328,7 +342,7 @@ class LayerStorage:
         """`(out, lse)` over the pages of a view; the slower tier's pages are one more part."""
         store = self.group.store
         opened, sealed = store.open.layer(self.index), store.sealed.layer(self.index)
-        view = _newest(stored.view, q.shape[2], rope)
+        view = step.newest(stored.view, q.shape[2], rope)
         if not stored.n_cold.any():
             return dispatch.decode(q, sealed, opened, view, scale, softcap)
         far, pages = self._bring_back(view, stored.n_cold, step, q.device)
@@ -452,14 +466,6 @@ def _compact(k: torch.Tensor, v: torch.Tensor, tokens: list[torch.Tensor]) -> tu
 
 def _newest_angles(rope: Rotation, m: int) -> Rotation:
     return replace(rope, cos=rope.cos[:, -m:], sin=rope.sin[:, -m:])
-
-
-def _newest(view: View, m: int, rope: Rotation | None) -> View:
-    """The view for the newest `m` queries only (some models ask for the last one alone)."""
-    if m == view.begin.shape[1] and rope is None:
-        return view
-    begin, end = (np.ascontiguousarray(x[:, -m:]) for x in (view.begin, view.end))
-    return replace(view, begin=begin, end=end, rope=None if rope is None else _newest_angles(rope, m))
 
 
 class Storage:

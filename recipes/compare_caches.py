@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from eval import caches, generation, models, quality
 from eval.plots import bars
 
-
 CONTEXT, STEPS = 1280, 32  # longer than the default window, so that its loss shows
 
 

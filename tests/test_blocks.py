@@ -29,7 +29,11 @@ LIVES = settings(
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),  # shrinking a life of thirty steps takes minutes: seek by hand
+    phases=(
+        Phase.explicit,
+        Phase.reuse,
+        Phase.generate,
+    ),  # shrinking a life of thirty steps takes minutes: seek by hand
 )
 
 
@@ -181,7 +185,11 @@ class Lives(RuleBasedStateMachine):
     def compare(self, cache, row, expected, sealed, positions, keys):
         rule, n = cache.choices["retention"], expected.shape[1]
         kept = set(positions.tolist())
-        must = set(range(n)) if rule.window is None else {*range(min(rule.sinks, n)), *range(max(0, n + 1 - rule.window), n)}
+        must = (
+            set(range(n))
+            if rule.window is None
+            else {*range(min(rule.sinks, n)), *range(max(0, n + 1 - rule.window), n)}
+        )
         assert must <= kept <= set(range(n)), f"row {row} of {n} tokens lacks {sorted(must - kept)}"
         if self.tolerance == 0.0:
             assert torch.equal(keys, expected[:, positions])
@@ -253,7 +261,7 @@ def test_a_full_pool_refuses_and_changes_nothing(limit):
     cache, plain = PagedCache(CONFIG, pool=pool), Plain()
     append(cache, plain, 1, 60, 0)
     before = cache.stats()
-    with pytest.raises(CapacityError, match="0 of 4 are free|bytes are needed") as error:
+    with pytest.raises(CapacityError, match=r"0 of 4 are free|bytes are needed") as error:
         append(cache, Plain(), 1, 5, 1)
     assert error.value.unit == limit and error.value.needed > error.value.available
     assert cache.stats() == before and pool.groups[next(iter(pool.groups))].open.used == 4

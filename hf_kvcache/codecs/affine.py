@@ -80,7 +80,10 @@ class AffineCodec(Codec):
 def quantize(x: torch.Tensor, bits: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes (uint8, shape of `x`), scale and zero point (float16, `dim` removed) of every slice of `x` along `dim`."""
     x = x.float()
-    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    low, high = (
+        x.amin(dim, keepdim=True) + 0.0,
+        x.amax(dim, keepdim=True) + 0.0,
+    )  # one zero: which sign wins is not defined
     zero = _half_down(low).float()
     scale = -_half_down(-(high - zero) / (2**bits - 1)).float()
     steps = (x - zero) / torch.where(scale > 0, scale, 1.0)
