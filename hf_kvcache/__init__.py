@@ -8,10 +8,8 @@ model.generate(**inputs, **hf_kvcache.cache_kwarg(cache))
 """
 
 from .attention import enable
-from .blocks import BlockPool
 from .cache import (
     KVCache,
-    MemoryReport,
     OffloadedCache,
     PagedCache,
     QuantizedCache,
@@ -28,6 +26,8 @@ from .errors import (
     KVCacheError,
     UnsupportedError,
 )
+from .memory import MemoryReport
+from .pool import BlockPool
 from .retention import Everything, Window
 from .tiers import DeviceTier, HostTier
 

@@ -16,7 +16,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from .errors import CacheInputError, CacheStateError, ConfigurationError, UnsupportedError
-from .storage import Fresh, Storage
+from .layers import Fresh
+from .storage import Storage
 
 IMPLEMENTATION = "hf_kvcache"
 logger = logging.getLogger("hf_kvcache")

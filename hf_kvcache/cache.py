@@ -6,44 +6,26 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
+from . import memory
 from .attention import CacheLength, KVHandle
-from .blocks import BlockPool
 from .codecs import Codec, Geometry, NativeCodec, codec_for
 from .codecs.packing import LANES
 from .errors import CacheInputError, ConfigurationError
+from .layers import LayerStorage
+from .memory import MemoryReport
+from .passes import LayerGroup
+from .pool import BlockPool
 from .retention import Everything, Retention, Window
 from .rotary import RotaryAngles
 from .spec import STATE_ONLY, LayerSpec, specs_from_config
-from .storage import LayerGroup, LayerStorage, Storage
+from .storage import Storage
 from .tiers import DeviceTier, HostTier, Tier
-
-
-@dataclass(frozen=True)
-class MemoryReport:
-    """What a cache costs, in bytes unless said otherwise.
-
-    Attributes:
-        stored: pages that the cache refers to, scales and unused slots included.
-        by_tier: the same by place (`device`, `host`), plus `state` for what linear-attention layers keep.
-        allocated: storages behind the cache's pool (shared with the other caches of that pool).
-        plain: what a `DynamicCache` holds for the same tokens in the model's dtype.
-        ratio: `stored / plain`.
-        waste: share of the slots in the cache's blocks that hold no token.
-    """
-
-    stored: int
-    by_tier: dict[str, int]
-    allocated: int
-    plain: int
-    ratio: float
-    waste: float
 
 
 class KVLayer(CacheLayerMixin):
@@ -331,26 +313,7 @@ class KVCache(Cache):
 
     def memory(self) -> MemoryReport:
         """Bytes by tier, what a plain cache would hold, and waste; see `MemoryReport`."""
-        storage = self.storage
-        by_tier = {"device": 0, "host": 0, "state": sum(_state_bytes(x) for x in self.layers)}
-        slots = tokens = 0
-        for group in storage.groups:
-            group.table.settle()
-            for store in group.store.stores:
-                pages = len(np.unique(group.table.references(store)))
-                by_tier["host" if store.host else "device"] += pages * store.page_bytes
-                slots += pages * self.block_size
-            tokens += _distinct_tokens(group.table)
-        plain = sum(x.plain_bytes() for x in storage.layers if x is not None) + by_tier["state"]
-        stored = sum(by_tier.values())
-        return MemoryReport(
-            stored=stored,
-            by_tier=by_tier,
-            allocated=self.pool.nbytes() + by_tier["state"],
-            plain=plain,
-            ratio=stored / plain if plain else 0.0,
-            waste=1 - tokens / slots if slots else 0.0,
-        )
+        return memory.report(self.storage, sum(_state_bytes(layer) for layer in self.layers))
 
     def stats(self) -> dict:
         """Numbers of what happened so far: tokens by row, blocks by state, tokens sealed, tensors materialised."""
@@ -445,17 +408,6 @@ def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     n = min(len(a), len(b))
     differ = np.nonzero(a[:n] != b[:n])[0]
     return int(differ[0]) if len(differ) else n
-
-
-def _distinct_tokens(table) -> int:
-    """Positions stored in the table's blocks, a block that several rows share counted once."""
-    counts: dict[tuple[int, int], int] = {}
-    for r in range(table.rows):
-        for store, lo, hi in table.ranges(r):
-            for e in range(lo, hi):
-                key = (id(store), int(table.ids[r, e]))
-                counts[key] = max(counts.get(key, 0), int(table.first[r, e + 1] - table.first[r, e]))
-    return sum(counts.values())
 
 
 def _state_bytes(layer) -> int:

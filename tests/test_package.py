@@ -12,10 +12,12 @@ import pytest
 import hf_kvcache
 
 ROOT = pathlib.Path(hf_kvcache.__file__).parent
-FREE_OF_TRANSFORMERS = ("spec", "blocks", "codecs", "retention", "tiers", "kernels", "storage", "errors")
-MODULES = [
-    path for name in FREE_OF_TRANSFORMERS for path in sorted([*ROOT.glob(f"{name}.py"), *ROOT.glob(f"{name}/*.py")])
-]
+SPEAKS_TRANSFORMERS = ("__init__", "__main__", "attention", "cache", "cli", "rotary")
+MODULES = sorted(
+    path
+    for path in ROOT.rglob("*.py")
+    if path.relative_to(ROOT).parts[0].removesuffix(".py") not in SPEAKS_TRANSFORMERS
+)
 
 
 def imports(path: pathlib.Path) -> set[str]:
@@ -40,7 +42,8 @@ def test_the_inner_modules_do_not_import_transformers(path):
 
 
 def test_every_inner_module_was_looked_at():
-    assert {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in MODULES} == set(FREE_OF_TRANSFORMERS)
+    looked_at = {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in MODULES}
+    assert {"storage", "blocks", "pool", "codecs", "kernels", "tiers", "retention"} <= looked_at
 
 
 def test_importing_only_registers_one_name_twice():
