@@ -211,17 +211,19 @@ def attention(
     Raises:
         UnsupportedError: for `output_attentions` and for dropout.
     """
+    stored = isinstance(key, KVHandle) and isinstance(value, KVHandle)
     if kwargs.get("output_attentions"):
+        _take_back(key)
         raise UnsupportedError(
             "fused attention has no weights to give: load the model with attn_implementation='eager'."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     compact = isinstance(attention_mask, CompactMask)
-    stored = isinstance(key, KVHandle) and isinstance(value, KVHandle)
     if stored:
         _check_positions(key.fresh, kwargs.get("position_ids"))
     if stored and (attention_mask is None or compact) and kwargs.get("position_bias") is None:
         if dropout and module.training:
+            _take_back(key)
             raise UnsupportedError(f"dropout={dropout} is for training; a cache is for inference: call model.eval().")
         out = key.fresh.layer.attend(
             key.fresh,
@@ -264,6 +266,12 @@ def _eager(module, query, key, value, attention_mask, scale, softcap=None, s_aux
         scores = torch.cat([scores, sink], dim=-1)
     weights = scores.softmax(dim=-1)[..., : key.shape[2]].to(value.dtype)
     return (weights @ value[:, :, None]).reshape(batch, heads, q_len, -1).transpose(1, 2).contiguous()
+
+
+def _take_back(key: torch.Tensor) -> None:
+    """Undo the pass that a refused attention belongs to, so that the cache is as it was."""
+    if isinstance(key, KVHandle):
+        key.fresh.layer.take_back()
 
 
 def _check_positions(fresh: Fresh, position_ids: torch.Tensor | None) -> None:

@@ -7,6 +7,7 @@ tensors. All layers of a group see the same tokens, so one table serves them all
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -111,14 +112,14 @@ class BlockTable:
     ):
         self.group, self.pool = group, pool
         self.window, self.sinks, self.residual, self.resident = window, sinks, residual, resident
-        self.keep_all = False  # while a rollback may come (assisted decoding), nothing is dropped
-        self._before: dict[str, np.ndarray] = {}
+        self._before: tuple | None = None
         self._pending: list[tuple[PageStore, np.ndarray]] = []  # let go, but this forward's attention still reads them
         self.tokens_sealed = 0
         self._start(0)
         pool.tables.add(self)
 
     def _start(self, rows: int) -> None:
+        self.slack = 0  # positions kept beyond the window, because speculative tokens may have to be taken back
         self.ids = np.zeros((rows, 8), np.int32)
         self.first = np.zeros((rows, 9), np.int32)
         self.n_cold, self.n_sealed, self.n_entries = (np.zeros(rows, np.int32) for _ in range(3))
@@ -145,15 +146,29 @@ class BlockTable:
             self._start(rows)
         self.settle()
         plans = [self._plan_row(r, int(counts[r]), keep_new) for r in range(rows)]
-        seals = 0 if self.group.lossless else sum(p.seal for p in plans)
-        demotes = sum(p.demote for p in plans)
+        opened, old, demoted = self._moving(plans)
         return plans, Demand(
             open=sum(p.copy + (p.stored - p.direct) + (p.tail > 0) for p in plans),
-            sealed=sum(p.direct - p.cold for p in plans) + seals,
-            cold=sum(p.cold for p in plans) + demotes,
-            open_freed=seals,
-            sealed_freed=demotes,
+            sealed=sum(p.direct - p.cold for p in plans) + len(opened),
+            cold=sum(p.cold for p in plans) + demoted,
+            open_freed=sum(page < 0 or count == self.group.open.refs[page] for page, count in opened.items()),
+            sealed_freed=sum(count == self.group.sealed.refs[page] for page, count in old.items()),
         )
+
+    def _moving(self, plans: list[_RowPlan]) -> tuple[Counter, Counter, int]:
+        """Pages that leave their store, and in how many rows: open ones to be sealed, sealed ones to become cold; and how
+        many blocks become cold in all. A block that rows share is sealed, and moved, once for all of them."""
+        opened, old, fresh = Counter(), Counter(), set()
+        for r, plan in enumerate(plans):
+            cold, sealed, stop = int(self.n_cold[r]), int(self.n_sealed[r]), int(self.n_cold[r]) + plan.demote
+            ids = self.ids[r].tolist()
+            if plan.copy:  # the row gets a page of its own before it is moved on
+                ids[int(self.n_entries[r]) - 1] = -1 - r
+            if not self.group.lossless:
+                opened.update(ids[sealed : sealed + plan.seal])
+            old.update(ids[cold : min(stop, sealed)])
+            fresh.update(ids[max(cold, sealed) : stop])
+        return opened, old, len(old) + len(fresh)
 
     def _plan_row(self, r: int, count: int, keep_new: bool) -> _RowPlan:
         if count == 0:
@@ -163,7 +178,7 @@ class BlockTable:
         used = kept - int(self.first[r, n - 1]) if n > sealed else size
         plan = _RowPlan(count, fill=min(count, size - used))
         plan.blocks, plan.tail = divmod(count - plan.fill, size)
-        if self.window is not None and not keep_new and not self.keep_all:
+        if self.window is not None and not keep_new:
             self._plan_skip(plan, int(self.length[r]))
         if plan.skip_to > plan.skip_from and n > self._sink_entries(r):
             # Blocks are left out behind the recent entries, so these are outside the window too: one gap, not two.
@@ -178,30 +193,28 @@ class BlockTable:
     def _plan_sealing(self, plan: _RowPlan, r: int, n: int, sealed: int, after: int) -> None:
         """Oldest first: open entries that are full and old enough, then new blocks straight away; likewise the cold."""
         size = self.group.block_size
-        ends = [int(self.first[r, e + 1]) for e in range(n)]
-        start = (ends[-1] if n else 0) + plan.fill  # where the new blocks begin
-        if n:
-            ends[-1] = start
+        start = int(self.first[r, n]) + plan.fill  # where the new blocks begin
         is_full = n == sealed or start - int(self.first[r, n - 1]) == size
-        plan.seal = sum(end <= after - self.residual for end in ends[sealed : n if is_full else n - 1])
+        end = lambda e: start if e == n - 1 else int(self.first[r, e + 1])  # noqa: E731
+        plan.seal = sum(end(e) <= after - self.residual for e in range(sealed, n if is_full else n - 1))
         if plan.seal == n - sealed:
             plan.direct = max(0, min(plan.stored, (after - self.residual - start) // size))
         if self.resident is not None:
-            warm = ends[int(self.n_cold[r]) : sealed + plan.seal]
-            plan.demote = sum(end <= after - self.resident for end in warm)
+            warm = range(int(self.n_cold[r]), sealed + plan.seal)
+            plan.demote = sum(end(e) <= after - self.resident for e in warm)
             if plan.demote == len(warm):
                 plan.cold = max(0, min(plan.direct, (after - self.resident - start) // size))
 
     def _plan_skip(self, plan: _RowPlan, length: int) -> None:
         """New blocks that neither the next query nor the sinks need."""
         size, start = self.group.block_size, length + plan.fill
-        needed = length + plan.count + 1 - self.window
+        needed = length + plan.count + 1 - self.window - self.slack
         plan.skip_from = min(plan.blocks, max(0, -(-(self.sinks - start) // size)))
         plan.skip_to = max(plan.skip_from, min(plan.blocks, (needed - start) // size))
 
     def commit(self, plans: list[_RowPlan], pages: tuple[list[int], list[int], list[int]]) -> AppendPlan:
         """Enter the planned blocks into the tables, using up `pages`, and say what each layer has to do."""
-        self._before = {name: getattr(self, name).copy() for name in ROW_ARRAYS}
+        self._remember(plans)
         opened, sealed, cold = (iter(ids) for ids in pages)
         actions = _Actions()
         for r, plan in enumerate(plans):
@@ -278,20 +291,26 @@ class BlockTable:
     def _seal_entries(self, r: int, count: int, sealed, actions: _Actions) -> None:
         for e in range(int(self.n_sealed[r]), int(self.n_sealed[r]) + count):
             if not self.group.lossless:
-                page = self.ids[r, e : e + 1].copy()
-                self.ids[r, e] = next(sealed)
-                actions.seals.append((page[0], self.ids[r, e]))
-                self._let_go(self.group.open, page)
+                self._move(r, e, self.group.open, self.group.sealed, sealed, actions.seals)
         self.n_sealed[r] += count
         self.tokens_sealed += count * self.group.block_size
 
     def _demote_entries(self, r: int, count: int, cold, actions: _Actions) -> None:
         for e in range(int(self.n_cold[r]), int(self.n_cold[r]) + count):
-            page = self.ids[r, e : e + 1].copy()
-            self.ids[r, e] = next(cold)
-            actions.demotes.append((page[0], self.ids[r, e]))
-            self._let_go(self.group.sealed, page)
+            self._move(r, e, self.group.sealed, self.group.cold, cold, actions.demotes)
         self.n_cold[r] += count
+
+    def _move(self, r: int, e: int, source: PageStore, target: PageStore, pages, moves: list) -> None:
+        """Entry `e` of row `r` becomes a page of `target`: the one that another row's same block became, or a new one."""
+        old = self.ids[r, e : e + 1].copy()
+        page = next((new for was, new in moves if was == old[0]), None)
+        if page is None:
+            page = next(pages)
+            moves.append((old[0], page))
+        else:
+            target.retain(np.array([page]))
+        self.ids[r, e] = page
+        self._let_go(source, old)
 
     def _reserve_entries(self, entries: int) -> None:
         rows, width = self.ids.shape
@@ -300,12 +319,23 @@ class BlockTable:
             self.ids = np.concatenate([self.ids, np.zeros((rows, wider - width), np.int32)], axis=1)
             self.first = np.concatenate([self.first, np.zeros((rows, wider - width), np.int32)], axis=1)
 
+    def _remember(self, plans: list[_RowPlan]) -> None:
+        """Keep what a `commit` of `plans` changes: the numbers of each row, and the entries from the first one on that may
+        be sealed, moved or written (all of them where a row forgets its window)."""
+        first = self.n_sealed if self.resident is None else self.n_cold
+        lo = 0 if any(p.forget for p in plans) else max(0, int(min(first.min(), self.n_entries.min() - 1)))
+        hi = int(self.n_entries.max())
+        numbers = {name: getattr(self, name).copy() for name in ROW_ARRAYS[2:]}
+        self._before = (lo, hi, self.ids[:, lo:hi].copy(), self.first[:, lo : hi + 1].copy(), numbers)
+
     def undo(self) -> None:
         """Be as before the last `commit`. What it let go is still there: until the next pass it is only pending."""
+        lo, hi, ids, first, numbers = self._before
         with self.pool.lock:
             held = [(store, self.references(store)) for store in self.group.stores]
             self._pending.clear()
-            for name, array in self._before.items():
+            self.ids[:, lo:hi], self.first[:, lo : hi + 1] = ids, first
+            for name, array in numbers.items():
                 setattr(self, name, array)
             for store in self.group.stores:
                 store.retain(self.references(store))
@@ -317,7 +347,7 @@ class BlockTable:
     def settle(self) -> None:
         """Free what the last forward still read, and drop the blocks that no later query sees."""
         self._free_pending()
-        if self.window is not None and not self.keep_all:
+        if self.window is not None:
             for r in range(self.rows):
                 self._drop_outside(r)
             self._free_pending()
@@ -336,7 +366,9 @@ class BlockTable:
         return int(np.searchsorted(self.first[r, : self.n_entries[r]], self.sinks))
 
     def _drop_outside(self, r: int) -> None:
-        needed = int(self.length[r] + 1 - self.window - self.gap[r])  # stored index of the oldest position still seen
+        needed = int(
+            self.length[r] + 1 - self.window - self.slack - self.gap[r]
+        )  # stored index of the oldest position still seen
         if needed <= 0:
             return
         sink_entries, n = self._sink_entries(r), int(self.n_entries[r])
@@ -393,9 +425,6 @@ class BlockTable:
             self.length[r] = target
             if target <= sink_end:
                 self.gap[r] = 0
-        if self.window is not None:  # whoever crops has made up his mind: what `keep_all` held back may go
-            for r in range(self.rows):
-                self._drop_outside(r)
         self._free_pending()
 
     # ---- rows -----------------------------------------------------------------------------------------------------
@@ -425,7 +454,7 @@ class BlockTable:
         )
         for name in ROW_ARRAYS:
             setattr(twin, name, getattr(self, name).copy())
-        twin.keep_all, twin.tokens_sealed = self.keep_all, self.tokens_sealed
+        twin.slack, twin.tokens_sealed = self.slack, self.tokens_sealed
         with self.pool.lock:
             for store in self.group.stores:
                 store.retain(twin.references(store))
@@ -447,8 +476,10 @@ class BlockTable:
 
     def __del__(self):
         # A pool outlives its caches; what a dropped cache held goes back to it. (At exit there is nothing to give back to.)
+        # Garbage may be collected in the middle of the pool's own work, so the pool is only told, and does it when it can.
         if hasattr(self, "ids") and not sys.is_finalizing():
-            self.clear()
+            held = [(store, ids) for store in self.group.stores if len(ids := self.references(store))]
+            self.pool.lock.give_back(held)
 
     # ---- reading --------------------------------------------------------------------------------------------------
 

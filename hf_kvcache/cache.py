@@ -21,11 +21,11 @@ from .layers import LayerStorage
 from .memory import MemoryReport
 from .passes import LayerGroup
 from .pool import BlockPool
-from .retention import Everything, Retention, Window
+from .retention import Retention, Window, retention_for
 from .rotary import RotaryAngles
 from .spec import STATE_ONLY, LayerSpec, specs_from_config
 from .storage import Storage
-from .tiers import DeviceTier, HostTier, Tier
+from .tiers import HostTier, Tier, tier_for
 
 
 class KVLayer(CacheLayerMixin):
@@ -96,9 +96,9 @@ class KVCache(Cache):
         config: the model's config.
         block_size: positions per block; 16 for native storage, 64 for a low-bit codec.
         pool: a `BlockPool` to share or to limit; None makes one of its own.
-        retention: which positions stay (`retention/`); None for all.
+        retention: which positions stay (`retention/`): a rule or its name; None for all.
         codec: how sealed blocks are represented (`codecs/`): an instance, a name, a number of bits; None for native.
-        tier: where sealed blocks live (`tiers/`); None for the device.
+        tier: where sealed blocks live (`tiers/`): a tier or its name; None for the device.
         residual: newest positions that a lossy codec leaves in the model's dtype.
         layers: other choices for some layers: `{index or layer type: {"codec": ..., "retention": ...}}`, indices first.
 
@@ -114,9 +114,9 @@ class KVCache(Cache):
         *,
         block_size: int | None = None,
         pool: BlockPool | None = None,
-        retention: Retention | None = None,
+        retention: Retention | str | None = None,
         codec: Codec | str | int | None = None,
-        tier: Tier | None = None,
+        tier: Tier | str | None = None,
         residual: int = 0,
         layers: Mapping[int | str, Mapping] | None = None,
     ):
@@ -127,9 +127,9 @@ class KVCache(Cache):
         self.pool = BlockPool(config) if pool is None else pool
         _check_pool(self.pool, config)
         self.choices = {
-            "retention": retention or Everything(),
+            "retention": retention_for(retention),
             "codec": codec_for(codec),
-            "tier": tier or DeviceTier(),
+            "tier": tier_for(tier),
         }
         self.layer_choices = dict(layers or {})
         self.specs = specs_from_config(config)
@@ -160,9 +160,14 @@ class KVCache(Cache):
 
     def _choice(self, index: int, spec: LayerSpec) -> tuple[Retention, Codec, Tier]:
         own = {**self.choices, **self.layer_choices.get(spec.kind, {}), **self.layer_choices.get(index, {})}
-        retention = own["retention"].within(spec.window)
-        codec = self._shared_codec(own["codec"])
-        return retention, codec, own["tier"]
+        retention = retention_for(own["retention"]).within(spec.window)
+        return retention, self._shared_codec(own["codec"]), self._shared_tier(own["tier"])
+
+    def _shared_tier(self, tier: Tier | str | None) -> Tier:
+        """One instance per choice, so that equal choices make one group."""
+        if isinstance(tier, Tier):
+            return tier
+        return self.__dict__.setdefault("_tiers", {}).setdefault(tier, tier_for(tier))
 
     def _shared_codec(self, codec: Codec | str | int | None) -> Codec:
         """One instance per name, so that equal choices make one group."""
@@ -242,7 +247,7 @@ class KVCache(Cache):
                 LinearAttentionLayer.reorder_cache(layer, torch.from_numpy(rows))
 
     def activate_past_recording(self) -> None:
-        """Keep what a window has passed until the next `crop`: speculative decoding may take tokens back."""
+        """Keep a few hundred positions that a window has passed: speculative decoding may take tokens back."""
         self.storage.record_past()
         for layer in self.layers:
             if isinstance(layer, LinearAttentionLayer):
@@ -271,6 +276,7 @@ class KVCache(Cache):
             raise CacheInputError(
                 f"attention_mask is {mask.shape}, input_ids are {ids.shape}: they must have one shape."
             )
+        self.storage.settle()
         rows = [row[keep] for row, keep in zip(ids, mask, strict=True)]
         columns = 0
         if self.token_ids is not None and len(rows) == self.storage.batch == len(self.token_ids):
@@ -318,7 +324,7 @@ class KVCache(Cache):
     def stats(self) -> dict:
         """Numbers of what happened so far: tokens by row, blocks by state, tokens sealed, tensors materialised."""
         tables = [group.table for group in self.storage.groups]
-        for table in tables:
+        for table in tables if self.storage.at_rest() else ():
             table.settle()
         lengths = tables[0].length.tolist() if tables else []
         return {

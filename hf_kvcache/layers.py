@@ -2,7 +2,7 @@
 
 New tokens are always attended to exactly as they came in, stored ones as they are stored. A pass of one token (or a few)
 therefore reads everything from storage; a longer one reads the past from storage as it was before, the new part from its
-input, and merges the two.
+input, and merges the two. (A lossy codec without a residual seals a block with its last token: that one is read as sealed.)
 """
 
 from __future__ import annotations
@@ -65,9 +65,22 @@ class LayerStorage:
         """
         self._check(k, v)
         storage = self.storage
-        if self.columns == storage.columns:
-            storage.begin(k)
-        step = self.group.step
+        if self.columns != storage.columns:
+            return self._append(k, v)
+        storage.begin(k)
+        try:
+            return self._append(k, v)
+        except BaseException:
+            storage.undo()  # nothing was stored in any layer yet
+            raise
+
+    def take_back(self) -> None:
+        """Undo the pass that is under way; a pass that every layer has seen stays."""
+        if not self.storage.at_rest():
+            self.storage.undo()
+
+    def _append(self, k: torch.Tensor, v: torch.Tensor) -> Fresh:
+        storage, step = self.storage, self.group.step
         if step is None or self.columns + k.shape[2] != storage.columns or k.shape[0] != storage.batch:
             raise CacheStateError(
                 f"layer {self.layer} holds {self.columns} columns and was given {k.shape[2]}, where the pass ends at "
@@ -227,7 +240,8 @@ class LayerStorage:
         if following < len(cold.pages) and cold.pages[following] is not None:
             # What this pass made cold reaches the next layer's pages only when that layer appends.
             settled = ids[~np.isin(ids, np.concatenate([step.plan.demotes[1], step.plan.cold_ids]))]
-            tier.prefetch((step.number, following), cold.layer(following), settled, device)
+            there = self.group.store.sealed.device(following)
+            tier.prefetch((step.number, following), cold.layer(following), settled, there)
         table = view.ids
         if moved is not ids:
             table = view.ids.copy()
@@ -270,6 +284,7 @@ class LayerStorage:
         if fresh.materialised is None:
             step, storage, rule = self._current(fresh), self.storage, self.group.retention
             if rule.window is not None and not rule.native and step.seen.max() > rule.window + rule.sinks:
+                self.take_back()
                 raise UnsupportedError(
                     f"{rule!r} is shorter than the {int(step.seen.max())} tokens here, and this attention reads keys and "
                     "values directly, so that it would also see what the window has passed. Call hf_kvcache.enable(model) "
@@ -281,7 +296,7 @@ class LayerStorage:
 
     def _materialise(self, fresh: Fresh, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         stored = step.now or step.past
-        if stored is None:
+        if stored is None and fresh.k.shape[2] == self.storage.columns:
             return fresh.k.contiguous(), fresh.v.contiguous()  # what a handle's strides promise
         g, storage, new = self.geometry, self.storage, fresh.k.shape[2]
         shape = (storage.batch, g.kv_heads, storage.columns)
@@ -289,7 +304,7 @@ class LayerStorage:
         lengths = step.before if step.now is None else self.group.table.length
         for b in range(storage.batch):
             columns = storage.token_columns(b)[: lengths[b]].to(k.device)
-            for pages, view in self._parts(stored, b):
+            for pages, view in self._parts(stored, b) if stored is not None else ():
                 keys, values, index = reference.stored(pages, self.group.store.open.layer(self.index), view, b)
                 position = columns[self._positions(stored, b, int(lengths[b]), index.cpu().numpy()).to(k.device)]
                 k[b, :, position], v[b, :, position] = keys.to(k.dtype), values.to(v.dtype)

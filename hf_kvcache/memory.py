@@ -36,7 +36,8 @@ def report(storage: Storage, state_bytes: int) -> MemoryReport:
     by_tier = {"device": 0, "host": 0, "state": state_bytes}
     slots = tokens = 0
     for group in storage.groups:
-        group.table.settle()
+        if storage.at_rest():  # in the middle of a pass there is nothing to tidy up
+            group.table.settle()
         for store in group.store.stores:
             pages = len(np.unique(group.table.references(store)))
             by_tier["host" if store.host else "device"] += pages * store.page_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ class PageStore:
     when a layer first needs it; a slab is never moved, and given back when none of its pages is in use.
     """
 
-    def __init__(self, codec: Codec, layers: int, lock: threading.RLock, *, host: bool = False, poison: bool = False):
+    def __init__(self, codec: Codec, layers: int, lock: _Lock, *, host: bool = False, poison: bool = False):
         self.codec, self.lock, self.host, self.poison = codec, lock, host, poison
         self.refs = np.zeros(0, np.int32)
         self.slab_of, self.row_of = np.zeros(0, np.int32), np.zeros(0, np.int32)
@@ -62,6 +63,10 @@ class PageStore:
         """Whether `layer` is bound to just this."""
         place = torch.device("cpu") if self.host else device
         return self.pages[layer] is not None and (self.pages[layer].geometry, self._devices[layer]) == (geometry, place)
+
+    def device(self, layer: int) -> torch.device | None:
+        """Where `layer`'s pages are."""
+        return self._devices[layer]
 
     def is_vacant(self, layer: int) -> bool:
         """Whether `layer` has no memory yet, and may be bound to something else."""
@@ -197,6 +202,37 @@ class Demand:
     sealed_freed: int = 0
 
 
+class _Lock:
+    """A re-entrant lock that also takes back the pages of caches that were dropped, once nobody is at work inside it."""
+
+    def __init__(self):
+        self._lock, self._depth = threading.RLock(), 0
+        self._dropped: deque[list[tuple[PageStore, np.ndarray]]] = deque()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, *error) -> None:
+        if self._depth == 1:
+            while self._dropped:
+                for store, ids in self._dropped.popleft():
+                    store.release(ids)
+        self._depth -= 1
+        self._lock.release()
+
+    def give_back(self, held: list[tuple[PageStore, np.ndarray]]) -> None:
+        """Release `held` now, or when whoever is inside leaves."""
+        self._dropped.append(held)
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._depth == 0:
+                    with self:
+                        pass
+            finally:
+                self._lock.release()
+
+
 class BlockPool:
     """Pages for any number of caches of one model, with an optional limit.
 
@@ -222,7 +258,7 @@ class BlockPool:
         )
         self.groups: dict[tuple, GroupStore] = {}
         self.tables = weakref.WeakSet()  # the `BlockTable`s that take pages from here
-        self.lock = threading.RLock()
+        self.lock = _Lock()
 
     def group(self, layers: tuple[int, ...], codec: Codec, block_size: int, tiered: bool, native: Codec) -> GroupStore:
         """The stores for `layers` with this codec and block size; made at the first call, shared afterwards."""

@@ -31,9 +31,14 @@ class RotaryAngles:
         """The angles of a model with one plain or scaled rotary embedding in all layers; None for any other."""
         config = config.get_text_config(decoder=True)
         parameters = getattr(config, "rope_parameters", None)
-        if not isinstance(parameters, dict) or parameters.get("rope_type", "default") not in FIXED_TYPES:
+        if not isinstance(parameters, dict) or "rope_theta" not in parameters:
+            return None  # none, or another one for each layer type
+        if parameters.get("rope_type", "default") not in FIXED_TYPES:
             return None
-        if config.model_type in PARTLY_ROPE or any(getattr(config, name, None) for name in WITHOUT_ROPE):
+        # Models with several kinds of layers often leave some without any rotary embedding, and no config says which.
+        if len(set(getattr(config, "layer_types", None) or ())) > 1 or config.model_type in PARTLY_ROPE:
+            return None
+        if any(getattr(config, name, None) for name in WITHOUT_ROPE):
             return None
         if getattr(config, "kv_lora_rank", None):  # only part of a latent key is rotated, and it is not the first part
             return None

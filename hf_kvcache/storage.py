@@ -16,6 +16,8 @@ from .layers import LayerStorage
 from .passes import LayerGroup
 from .pool import BlockPool
 
+SPECULATION = 256  # more than any assistant proposes at once
+
 
 class Storage:
     """Everything a cache holds: shared by its layers, unknown to transformers.
@@ -146,8 +148,7 @@ class Storage:
         Raises:
             CacheStateError: a window has moved on so far that positions it would need again are gone; nothing changed.
         """
-        if self._halfway():
-            self.undo()
+        self.settle()
         columns = min(columns, self.columns)
         self.check_crop(columns)
         self.crop_rows(columns, self._lengths(columns))
@@ -155,6 +156,15 @@ class Storage:
     def _halfway(self) -> list[int]:
         """Layers that the last pass did not reach, though earlier ones did."""
         return [x.layer for x in self.layers if x is not None and 0 < x.columns < self.columns]
+
+    def settle(self) -> None:
+        """Between passes: take back one that stopped halfway."""
+        if self._halfway():
+            self.undo()
+
+    def at_rest(self) -> bool:
+        """Whether every layer has seen every pass."""
+        return all(layer.columns == self.columns for layer in self.layers if layer is not None)
 
     def check_crop(self, columns: int) -> None:
         """Raise what `crop` would raise."""
@@ -196,6 +206,7 @@ class Storage:
 
     def select(self, rows: np.ndarray) -> None:
         """Row `i` becomes what row `rows[i]` was."""
+        self.settle()
         if self.columns == 0:
             return
         if np.array_equal(rows, np.arange(self.batch)):
@@ -221,6 +232,7 @@ class Storage:
 
     def adopt(self, other: Storage) -> None:
         """Become a copy of `other` (built alike) that shares its blocks."""
+        other.settle()
         for mine, theirs in zip(self.groups, other.groups, strict=True):
             mine.table.clear()
             mine.table = theirs.table.fork()
@@ -231,6 +243,6 @@ class Storage:
                 mine.columns, mine.geometry, mine.device = theirs.columns, theirs.geometry, theirs.device
 
     def record_past(self) -> None:
-        """Drop nothing until the next `crop`: speculative tokens may have to be taken back."""
+        """Keep `SPECULATION` positions beyond every window from now on: speculative tokens may have to be taken back."""
         for group in self.groups:
-            group.table.keep_all = True
+            group.table.slack = SPECULATION

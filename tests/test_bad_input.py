@@ -407,3 +407,84 @@ def test_dropout(model):
         forced(training, cache, text(2, 5))
     cache.reset()
     cache.check_integrity()
+
+
+# ---- after a pass that stopped halfway ---------------------------------------------------------------------------------
+
+
+def stopped_halfway(model, cache, columns: int = 5) -> None:
+    """A pass that only the first layer saw."""
+    cache.update(*(torch.zeros(2, 2, columns, 8) for _ in "kv"), 0)
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_prepare_takes_back_a_pass_that_stopped_halfway(model, make):
+    ids = text(2, 30)
+    cache = make(model.config)
+    cache.prepare(ids[:, :20])
+    forced(model, cache, ids[:, :20])
+    stopped_halfway(model, cache, 10)
+    assert cache.prepare(ids) == 20
+    fresh = make(model.config)
+    forced(model, fresh, ids[:, :20])
+    assert torch.equal(forced(model, cache, ids[:, 20:]), forced(model, fresh, ids[:, 20:]))
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("look", ["stats", "memory", "fork", "reorder"])
+def test_looking_at_a_cache_in_the_middle_of_a_pass_disturbs_nothing(model, look):
+    cache = filled(model, columns=22, make=MAKES["quantised"])
+    twin = cache.fork()
+    stopped_halfway(model, cache)
+    looked = {
+        "stats": cache.stats,
+        "memory": cache.memory,
+        "fork": cache.fork,
+        "reorder": lambda: cache.reorder_cache(torch.tensor([1, 0])),
+    }[look]()
+    cache.crop(22)
+    cache.check_integrity()
+    if look == "reorder":
+        twin.reorder_cache(torch.tensor([1, 0]))
+    more, passes = text(2, 9, seed=1), [3] + [1] * 6
+    wanted = forced(model, twin, more, passes)
+    assert torch.equal(forced(model, cache, more, passes), wanted)
+    assert look != "fork" or torch.equal(forced(model, looked, more, passes), wanted)
+
+
+def test_a_first_pass_that_the_pool_refuses_leaves_an_empty_cache(model):
+    pool = BlockPool(model.config)
+    forced(model, PagedCache(model.config, pool=pool), text(1, 4))
+    half = ours(dtype=torch.bfloat16)
+    keep = PagedCache(model.config, pool=pool)
+    forced(model, keep, text(1, 4))
+    cache = PagedCache(half.config, pool=pool)
+    with refused(CacheInputError, "one dtype"):
+        forced(half, cache, text(1, 9))
+    assert cache.get_seq_length() == 0 and cache.storage.batch == 0
+    cache.check_integrity()
+
+
+def test_a_window_is_flat_again_after_speculation(model):
+    cache = SlidingWindowCache(model.config, window=16, sinks=2, block_size=8)
+    cache.activate_past_recording()
+    forced(model, cache, text(1, 700), [1] * 700)
+    held = cache.stats()["tokens"][0] - cache.stats()["positions_dropped"]
+    assert held <= 16 + 256 + 3 * 8
+    cache.reset()
+    forced(model, cache, text(1, 100), [1] * 100)
+    assert cache.stats()["tokens"][0] - cache.stats()["positions_dropped"] <= 16 + 3 * 8
+
+
+@pytest.mark.parametrize("lever", [{"retention": "widow"}, {"tier": "hots"}, {"layers": {0: {"tier": "hots"}}}])
+def test_names_of_levers_are_checked_at_construction(model, lever):
+    with refused(ConfigurationError, "unknown; use"):
+        KVCache(model.config, **lever)
+    assert "window" in repr(KVCache(model.config, retention="window")) and KVCache(model.config, tier="host")
+
+
+def test_sinks_may_outnumber_the_window_and_the_text(model):
+    cache = SlidingWindowCache(model.config, window=4, sinks=40, block_size=8)
+    out = forced(model, cache, text(1, 20))
+    one = SlidingWindowCache(model.config, window=4, sinks=40, block_size=8)
+    assert torch.allclose(out, forced(model, one, text(1, 20), [1] * 20), atol=1e-4)

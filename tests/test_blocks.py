@@ -291,3 +291,17 @@ def test_every_token_is_sealed_once():
     for row in range(2):
         n = sum(hi - lo for store, lo, hi in cache.storage.groups[0].table.ranges(row) if not store.codec.lossless)
         assert n == sealed // 2 // 8
+
+
+def test_a_block_that_rows_share_is_sealed_once():
+    cache = hf_kvcache.QuantizedCache(CONFIG, bits=8, residual=8, block_size=8)
+    plain = Plain()
+    append(cache, plain, 1, 16, 0)
+    cache.batch_repeat_interleave(3)
+    plain.rows = plain.rows * 3
+    store = cache.storage.groups[0].store
+    assert (store.sealed.used, store.open.used) == (1, 1)
+    append(cache, plain, 3, 8, 1)
+    cache.stats()
+    assert (store.sealed.used, store.open.used) == (2, 3)
+    cache.check_integrity()

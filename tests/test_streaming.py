@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from eval import models
 from hf_kvcache import SlidingWindowCache, cache_kwarg, enable
@@ -61,6 +62,13 @@ def test_models_without_one_rotary_embedding_for_all_layers_get_the_plain_window
         pytest.skip("this release's config has no layers without rotary embedding")
     cache = SlidingWindowCache(config, window=16, sinks=2, block_size=8)
     assert RotaryAngles.from_config(config) is None
+    assert all(group.angles is None for group in cache.storage.groups)
+
+
+def test_a_rotary_embedding_for_each_layer_type_is_not_guessed_at():
+    """Olmo 3 has one for sliding and one for full layers: the window works there, without re-based sinks."""
+    config = AutoConfig.for_model("olmo3", num_hidden_layers=4)
+    cache = SlidingWindowCache(config, window=16, sinks=2, block_size=8)
     assert all(group.angles is None for group in cache.storage.groups)
 
 

@@ -120,10 +120,12 @@ def decode(
     size = q.element_size()
     out = torch.empty((batch, q_len, heads, sealed.geometry.v_dim), dtype=torch.float32)
     lse = torch.empty((batch, q_len, heads), dtype=torch.float32)
+    # The descriptions are held here: another thread may replace what the pages keep while this call is under way.
+    sealed_pages, open_pages, marshalled = _pages(sealed), _pages(open_), _view(view)
     load().hfkv_decode(
-        _pages(sealed),
-        _pages(open_),
-        _view(view),
+        sealed_pages[-1],
+        open_pages[-1],
+        marshalled[-1],
         q.data_ptr(),
         by_batch * size,
         by_head * size,
@@ -147,9 +149,9 @@ def write(open_: Pages, k: torch.Tensor, v: torch.Tensor, segments: np.ndarray) 
         segments: int32 `[m, 5]` of (row, first token, count, page id, first slot).
     """
     k, v = _as_stored(open_, k), _as_stored(open_, v)
-    k_struct, v_struct = _tensor(k), _tensor(v)
+    k_struct, v_struct, pages = _tensor(k), _tensor(v), _pages(open_)
     load().hfkv_write(
-        _pages(open_),
+        pages[-1],
         ctypes.addressof(k_struct),
         ctypes.addressof(v_struct),
         segments.ctypes.data,
@@ -167,9 +169,9 @@ def seal(sealed: Pages, ids: np.ndarray, k: torch.Tensor, v: torch.Tensor, place
         places: int32 `[m, 2]` of (row, first token) of each block.
     """
     k, v = _as_stored(sealed, k), _as_stored(sealed, v)
-    k_struct, v_struct = _tensor(k), _tensor(v)
+    k_struct, v_struct, pages = _tensor(k), _tensor(v), _pages(sealed)
     load().hfkv_seal(
-        _pages(sealed),
+        pages[-1],
         ids.ctypes.data,
         len(ids),
         ctypes.addressof(k_struct),
@@ -181,8 +183,9 @@ def seal(sealed: Pages, ids: np.ndarray, k: torch.Tensor, v: torch.Tensor, place
 
 def seal_pages(sealed: Pages, ids: np.ndarray, open_: Pages, sources: np.ndarray) -> None:
     """Encode the full native pages `sources` (int32 `[m]`) into pages `ids` (int32 `[m]`)."""
+    sealed_pages, open_pages = _pages(sealed), _pages(open_)
     load().hfkv_seal_pages(
-        _pages(sealed), ids.ctypes.data, len(ids), _pages(open_), sources.ctypes.data, torch.get_num_threads()
+        sealed_pages[-1], ids.ctypes.data, len(ids), open_pages[-1], sources.ctypes.data, torch.get_num_threads()
     )
 
 
@@ -197,8 +200,8 @@ def _tensor(x: torch.Tensor) -> _Tensor:
     return _Tensor(x.data_ptr(), batch * size, head * size, token * size, DTYPES[x.dtype])
 
 
-def _pages(pages: Pages) -> int:
-    """Address of the description of `pages`, made anew only when its array of addresses is another one."""
+def _pages(pages: Pages) -> tuple:
+    """The description of `pages` and, last, its address; made anew only when its array of addresses is another one."""
     cached = pages.__dict__.get("_cpu")
     if cached is None or cached[0] is not pages.addresses:
         g = pages.geometry
@@ -210,7 +213,7 @@ def _pages(pages: Pages) -> int:
             _operand(pages, "v", g.v_dim),
         )
         cached = pages.__dict__["_cpu"] = (pages.addresses, struct, ctypes.addressof(struct))
-    return cached[2]
+    return cached
 
 
 def _operand(pages: Pages, name: str, dim: int) -> _Operand:
@@ -226,8 +229,8 @@ def _operand(pages: Pages, name: str, dim: int) -> _Operand:
     return _Operand(CODES[bits], dim, codes.offset, scale.offset, fields[f"{name}_zero"].offset)
 
 
-def _view(view: View) -> int:
-    """Address of the description of `view`."""
+def _view(view: View) -> tuple:
+    """The description of `view` and, last, its address."""
     cached = view.__dict__.get("_cpu")
     if cached is None:
         batch, q_len = view.begin.shape
@@ -247,4 +250,4 @@ def _view(view: View) -> int:
             interleaved,
         )
         cached = view.__dict__["_cpu"] = (struct, angles, ctypes.addressof(struct))
-    return cached[2]
+    return cached

@@ -46,6 +46,7 @@ def prefill(
         visible = _band(i, j, start, j, window, q)
         parts.append(_fused(q[:, i - offset : j - offset], k[:, start:j], v[:, start:j], scale, False, visible))
     recent = tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    sinks = min(sinks, n)
     if not sinks:
         return recent
     queries = torch.arange(offset, n, device=q.device)[:, None]

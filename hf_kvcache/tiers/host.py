@@ -73,6 +73,8 @@ class HostTier(Tier):
         done = len(staged.ids)
         if done + len(missing) > len(staged.buffer):
             wider = self._buffer(done + len(missing), pages.layout.nbytes, device)
+            if staged.event is not None:
+                torch.cuda.current_stream(device).wait_event(staged.event)
             wider[:done].copy_(staged.buffer[:done])
             staged.buffer = wider
         if len(missing):
@@ -88,6 +90,7 @@ class HostTier(Tier):
         self._stream = self._stream or torch.cuda.Stream(device)
         # The buffer's last reader was queued on the compute stream: the copy must come after it.
         self._stream.wait_stream(torch.cuda.current_stream(device))
+        buffer.record_stream(self._stream)  # its memory may be given up while the copy is still under way
         with torch.cuda.stream(self._stream):
             _copy_runs(pages, ids, buffer)
             return self._stream.record_event()
