@@ -15,6 +15,14 @@ torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption(
+        "--everywhere",
+        action="store_true",
+        help="conformance of every cache on every attention implementation, not of some (a few minutes more)",
+    )
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """The global generator starts from the same seed in every test."""

@@ -45,11 +45,11 @@ if Version(transformers.__version__) < Version("5.24"):
 WITHOUT_SOFTCAP = ("gemma2",)  # its attention on sdpa, where transformers allows that, is another one
 
 
-def runs(name: str) -> list[tuple[str, str]]:
+def runs(name: str, everywhere: bool) -> list[tuple[str, str]]:
     """The (attention implementation, cache) pairs that a model is tested on."""
     stock = ("eager",) if name in WITHOUT_SOFTCAP else ("sdpa", "eager")
-    everywhere = CACHES if name in ALL_CACHES_EVERYWHERE else ("paged",)
-    return [("hf_kvcache", cache) for cache in CACHES] + [(i, c) for i in stock for c in everywhere]
+    caches = CACHES if everywhere or name in ALL_CACHES_EVERYWHERE else ("paged",)
+    return [("hf_kvcache", cache) for cache in CACHES] + [(i, c) for i in stock for c in caches]
 
 
 @functools.cache
@@ -114,7 +114,7 @@ def difference(ours, reference) -> str | None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("name", NAMES)
-def test_generates_what_the_built_in_cache_generates(name, padded, mode):
+def test_generates_what_the_built_in_cache_generates(name, padded, mode, pytestconfig):
     if (name, mode) in REFUSED:
         pytest.skip(REFUSED[name, mode])
     model, assistant = models(name)
@@ -123,7 +123,7 @@ def test_generates_what_the_built_in_cache_generates(name, padded, mode):
     use(model, "eager")
     reference = generate(model, inputs, DynamicCache(config=model.config), **options)
     wrong = []
-    for implementation, kind in runs(name):
+    for implementation, kind in runs(name, pytestconfig.getoption("everywhere")):
         if not use(model, implementation):
             continue
         cache = CACHES[kind](model.config)
