@@ -112,6 +112,7 @@ class BlockTable:
     ):
         self.group, self.pool = group, pool
         self.window, self.sinks, self.residual, self.resident = window, sinks, residual, resident
+        self.slack = 0  # positions kept beyond the window, because speculative tokens may have to be taken back
         self._before: tuple | None = None
         self._pending: list[tuple[PageStore, np.ndarray]] = []  # let go, but this forward's attention still reads them
         self.tokens_sealed = 0
@@ -119,7 +120,6 @@ class BlockTable:
         pool.tables.add(self)
 
     def _start(self, rows: int) -> None:
-        self.slack = 0  # positions kept beyond the window, because speculative tokens may have to be taken back
         self.ids = np.zeros((rows, 8), np.int32)
         self.first = np.zeros((rows, 9), np.int32)
         self.n_cold, self.n_sealed, self.n_entries = (np.zeros(rows, np.int32) for _ in range(3))
@@ -462,6 +462,7 @@ class BlockTable:
 
     def clear(self) -> None:
         """Let go of everything and forget the batch."""
+        self.slack = 0
         self._free_pending()
         with self.pool.lock:
             for store in self.group.stores:
