@@ -40,6 +40,7 @@ constexpr int PAD = 16;             // rows of floats are padded to this many: t
 constexpr int QUERY_ROWS = 48;      // rows (queries x grouped heads) that one item attends with: bounds its scratch
 constexpr int64_t SERIAL = 400000;  // multiply-adds below which waking other threads costs more than it saves
 constexpr int PIECES = 4;           // items per thread: enough to even out a thread that is held up
+constexpr int SCORES = 4096;        // scores that an item keeps between reading keys and reading values
 
 enum Format : int32_t { F32, F16, BF16, FP8, INT8, INT4, INT2 };
 
@@ -666,6 +667,8 @@ void widen(int32_t format, const void* from, int n, float factor, float* to) {
   }
 }
 
+constexpr int LINE = 64;  // bytes of a cache line
+
 // Ask for the cache line `ahead` bytes after p: where the next block has what p points at in this one. The hardware's
 // own prefetchers stop at every 4 KB, which is about the size of a block.
 inline void prefetch(const void* p, int64_t ahead) { __builtin_prefetch(static_cast<const char*>(p) + ahead); }
@@ -699,13 +702,26 @@ void score_tile(const Rows& m, const float* x, int64_t x_stride, float* s, int64
     const char* rows[T];
     for (int i = 0; i < T; i++) rows[i] = m.data + std::min(t + i, m.n - 1) * m.stride;
     vf sum[R][T] = {};
-    for (int d = 0; d < m.dim; d += W) {
-      vf factor[R];
-      for (int r = 0; r < R; r++) factor[r] = loadf(x + r * x_stride + d);
+    if constexpr (FORMAT == F32) {  // as much as memory gives: rows one by one, since it streams best in order
+#pragma GCC unroll 8
       for (int i = 0; i < T; i++) {
-        prefetch(rows[i] + d * BYTES, m.ahead);
-        const vf element = elements<FORMAT>(rows[i] + d * BYTES);
-        for (int r = 0; r < R; r++) sum[r][i] += factor[r] * element;
+        vf row_sum[R] = {};
+        for (int d = 0; d < m.dim; d += W) {
+          prefetch(rows[i] + d * BYTES, m.ahead);
+          const vf element = elements<FORMAT>(rows[i] + d * BYTES);
+          for (int r = 0; r < R; r++) row_sum[r] += loadf(x + r * x_stride + d) * element;
+        }
+        for (int r = 0; r < R; r++) sum[r][i] = row_sum[r];
+      }
+    } else {  // as much as widening takes: rows side by side share the loads of x
+      for (int d = 0; d < m.dim; d += W) {
+        vf factor[R];
+        for (int r = 0; r < R; r++) factor[r] = loadf(x + r * x_stride + d);
+        for (int i = 0; i < T; i++) {
+          prefetch(rows[i] + d * BYTES, m.ahead);
+          const vf element = elements<FORMAT>(rows[i] + d * BYTES);
+          for (int r = 0; r < R; r++) sum[r][i] += factor[r] * element;
+        }
       }
     }
     for (int r = 0; r < R; r++) {
@@ -724,12 +740,13 @@ inline void value_columns(const Rows& m, int begin, int end, int d, const float*
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) sum[r][c] = loadf(out + r * out_stride + d + c * W);
   const char* row = m.data + begin * m.stride + d * BYTES;
+  // These columns are pieces of lines here and there, but memory streams best in order: they fetch their share of the
+  // rows as a whole.
+  const char* line = m.data + begin * m.stride + int64_t(end - begin) * d * BYTES;
   for (int t = begin; t < end; t++, row += m.stride) {
+    for (int i = 0; i < C * W * BYTES; i += LINE, line += LINE) prefetch(line, m.ahead);
     vf element[C];
-    for (int c = 0; c < C; c++) {
-      prefetch(row + c * W * BYTES, m.ahead);
-      element[c] = elements<FORMAT>(row + c * W * BYTES);
-    }
+    for (int c = 0; c < C; c++) element[c] = elements<FORMAT>(row + c * W * BYTES);
     for (int r = 0; r < R; r++)
       for (int c = 0; c < C; c++) sum[r][c] += x[r * x_stride + t] * element[c];
   }
@@ -993,23 +1010,20 @@ class Attention {
         record_(call.record()),
         score_stride_(padded(call.sealed->block_size)),
         item_(item),
+        together_(std::min(std::max(1, SCORES / (rows_ * score_stride_)), item.head_end - item.head_begin)),
         code_scratch_(reserve(scratch).take(CodeScratch::FLOATS)) {
     queries_ = scratch.take(size_t(item.head_end) * rows_ * k_padded_);
     turned_ = scratch.take(size_t(item.head_end) * rows_ * k_padded_);
-    scores_ = scratch.take(size_t(rows_) * score_stride_);
+    scores_ = scratch.take(size_t(together_) * rows_ * score_stride_);
     turned_scores_ = scratch.take(size_t(rows_) * score_stride_);
     elements_ = scratch.take(size_t(call.sealed->block_size) * std::max(k_padded_, v_padded_));
   }
 
   void run() {
     for (int h = item_.head_begin; h < item_.head_end; h++) start(h);
-    const int heads = item_.head_end - item_.head_begin, blocks = (item_.end - item_.begin) * heads;
-    Block block = block_at(item_.begin, item_.head_begin);
-    for (int i = 1; i <= blocks; i++) {
-      const Block next = i < blocks ? block_at(item_.begin + i / heads, item_.head_begin + i % heads) : block;
-      if (block.n > 0) attend(block, next);
-      block = next;
-    }
+    for (int i = item_.begin; i < item_.end; i++)
+      for (int h = item_.head_begin; h < item_.head_end; h += together_)
+        attend(i, h, std::min(h + together_, item_.head_end));
   }
 
  private:
@@ -1018,11 +1032,12 @@ class Attention {
   const Share& share_;
   const int group_, rows_, k_padded_, v_padded_, record_, score_stride_;
   const Item& item_;
+  const int together_;  // heads whose scores are kept at a time
   CodeScratch code_scratch_;
   float *queries_, *turned_, *scores_, *turned_scores_, *elements_;
 
   Scratch& reserve(Scratch& scratch) const {
-    scratch.reset(2 * size_t(item_.head_end) * rows_ * k_padded_ + 2 * size_t(rows_) * score_stride_ +
+    scratch.reset(2 * size_t(item_.head_end) * rows_ * k_padded_ + size_t(together_ + 1) * rows_ * score_stride_ +
                   size_t(call_.sealed->block_size) * std::max(k_padded_, v_padded_) + CodeScratch::FLOATS + 8 * PAD);
     return scratch;
   }
@@ -1037,6 +1052,12 @@ class Attention {
     const int64_t address = pages->addresses[view_.ids[int64_t(share_.row) * view_.stride + e]];
     return {pages, reinterpret_cast<const char*>(address), head, first[0],
             std::min(first[1], share_.max_end) - first[0]};
+  }
+
+  // What is read after this head's part of entry i: the next head's, then the first one's of the next entry.
+  Block after(int i, int head) const {
+    if (head + 1 < item_.head_end) return block_at(i, head + 1);
+    return i + 1 < item_.end ? block_at(i + 1, item_.head_begin) : block_at(i, head);
   }
 
   // Row r holds query r / group of the share and head r % group of the group; queries carry the softmax scale.
@@ -1064,16 +1085,28 @@ class Attention {
     }
   }
 
-  void attend(const Block& block, const Block& next) {
+  // Entry i as heads [head_begin, head_end) see it. First their keys, then their values: that is the order of a page, and
+  // memory streams best in order.
+  void attend(int i, int head_begin, int head_end) {
+    for (const bool keys : {true, false})
+      for (int h = head_begin; h < head_end; h++) {
+        const Block block = block_at(i, h);
+        if (block.n <= 0) return;
+        float* scores = scores_ + int64_t(h - head_begin) * rows_ * score_stride_;
+        keys ? attend_keys(block, after(i, h), scores) : add_values(block, after(i, h), scores);
+      }
+  }
+
+  void attend_keys(const Block& block, const Block& next, float* scores) const {
     const int64_t at = int64_t(block.head) * rows_ * k_padded_;
-    score(block, next, queries_ + at, scores_);
+    score(block, next, queries_ + at, scores);
     const bool turned = sinks_are_turned() && block.first < view_.sinks;
     if (turned) score(block, next, turned_ + at, turned_scores_);
     for (int r = 0; r < rows_; r++) {
-      hide(block, r, turned);
-      weigh(scores_ + r * score_stride_, ceil_div(block.n, W), record(block.head, r));
+      float* s = scores + r * score_stride_;
+      hide(block, r, turned, s);
+      weigh(s, ceil_div(block.n, W), record(block.head, r));
     }
-    add_values(block, next);
   }
 
   // s[r][slot] = q[r] . k[slot]
@@ -1094,9 +1127,9 @@ class Attention {
   }
 
   // out[r] += p[r] . v
-  void add_values(const Block& block, const Block& next) const {
+  void add_values(const Block& block, const Block& next, float* p) const {
     const Operand& v = block.pages->v;
-    float *p = scores_, *out = record(block.head, 0);
+    float* out = record(block.head, 0);
     if (v.format >= INT8)
       return multiply_codes(v.format, block.codes(false, next), p, score_stride_, rows_, true, out, record_,
                             code_scratch_);
@@ -1129,16 +1162,15 @@ class Attention {
       for (int t = 0; t < n; t += W) store(s + r * score_stride_ + t, loadf(s + r * score_stride_ + t) * factor);
   }
 
-  // Cap the scores of row r, take those of turned sinks, and set what its query does not see to -inf: it sees the slots
+  // Cap the scores `s` of row r, take those of turned sinks, and set what its query does not see to -inf: it sees the slots
   // [0, sinks) and [lo, hi).
-  void hide(const Block& block, int r, bool turned) const {
+  void hide(const Block& block, int r, bool turned, float* s) const {
     const int64_t at = int64_t(share_.row) * view_.q_len + share_.query_begin + r / group_;
     const int begin = view_.begin[at], end = view_.end[at];
     const bool all_seen = begin <= block.first && block.first + block.n <= end && block.n % W == 0;
     if (all_seen && call_.softcap == 0) return;
     const auto slot = [&](int index) { return std::min(std::max(index - block.first, 0), block.n); };
     const int sinks = slot(std::min(view_.sinks, std::min(begin, end))), lo = slot(begin), hi = slot(end);
-    float* s = scores_ + r * score_stride_;
     if (turned) std::copy_n(turned_scores_ + r * score_stride_, sinks, s);
     const int stop = ceil_div(block.n, W) * W;
     if (call_.softcap != 0)
