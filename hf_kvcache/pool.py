@@ -6,6 +6,8 @@ block tables (`blocks.py`), which take pages from a store and give them back.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 import weakref
 from collections import deque
@@ -84,6 +86,8 @@ class PageStore:
     def _add_slab(self, pages: Pages, number: int, device: torch.device) -> None:
         shape, pin = (self.slab_sizes[number], pages.layout.nbytes), self.host and torch.cuda.is_available()
         slab = torch.empty(shape, dtype=torch.uint8, device=device, pin_memory=pin)
+        if device.type == "cpu" and not pin:
+            _ask_for_huge_pages(slab)
         if self.poison:
             slab.fill_(0xFF)
         ids = np.nonzero(self.slab_of == number)[0]
@@ -162,6 +166,18 @@ class PageStore:
         idle = np.sort(np.array(self.free + self.retired, dtype=np.int64))
         if not np.array_equal(idle, np.nonzero(self.refs == 0)[0]):
             raise IntegrityError(f"free list of {self.codec} and reference counts disagree.")
+
+
+HUGE_PAGE, MADV_HUGEPAGE = 1 << 21, 14  # Linux
+
+
+def _ask_for_huge_pages(slab: torch.Tensor) -> None:
+    """Let Linux back what is whole huge pages of a slab by those: decode reads a few percent faster, as fewer addresses
+    need translation. Only a hint, and nothing beyond the slab grows."""
+    start, end = slab.data_ptr(), slab.data_ptr() + slab.nbytes
+    start, end = -(-start // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
+    if sys.platform == "linux" and start < end:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_HUGEPAGE)
 
 
 @dataclass
