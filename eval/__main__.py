@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from . import caches, latency, models, plots, quality
+from hf_kvcache import named
+
+from . import latency, models, plots, quality
 
 
 def main() -> None:
@@ -34,7 +36,7 @@ def run_latency(args: argparse.Namespace) -> None:
     console = Console(stderr=True)
     model, tokenizer = models.load(args.model, getattr(torch, args.dtype))
     exact = latency.states(model, quality.windows(tokenizer, list(models.texts().values())[:1], 1, 1024))
-    built_in = [name for name in caches.BUILT_IN if caches.is_available(name)]
+    built_in = [name for name in named.BUILT_IN if named.is_available(name)]
     names = list(dict.fromkeys([*built_in, *args.caches.split(",")]))
     contexts, batches = ([int(x) for x in text.split(",")] for text in (args.contexts, args.batch))
     timings = []

@@ -23,7 +23,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from hf_kvcache import cache_kwarg
+from hf_kvcache import cache_kwarg, named
 
 from . import caches
 
@@ -106,7 +106,7 @@ def measure(
     worst: dict[str, float] = {}
     expected = None
     for name in names:
-        cache = caches.cache_factory(name if name != "static" else f"static:{context + rounds + 2}")(model.config)
+        cache = named.cache_factory(name if name != "static" else f"static:{context + rounds + 2}")(model.config)
         fill(cache, exact, context, batch)
         logits = model(token, **cache_kwarg(cache)).logits[:, -1].float()
         expected = logits if expected is None else expected

@@ -15,8 +15,9 @@ from rich.progress import track
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from eval import caches, generation, models, quality
+from eval import generation, models, quality
 from eval.plots import bars
+from hf_kvcache import named
 
 CONTEXT, STEPS = 1280, 32  # longer than the default window, so that its loss shows
 
@@ -24,7 +25,7 @@ CONTEXT, STEPS = 1280, 32  # longer than the default window, so that its loss sh
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="path or hub id; the demo model if left out")
-    parser.add_argument("--caches", default=",".join(caches.DEFAULT))
+    parser.add_argument("--caches", default=",".join(named.DEFAULT))
     parser.add_argument("--prompt-tokens", type=int, default=1536)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--out", type=Path, default=Path("out"))
@@ -41,8 +42,8 @@ def main() -> None:
     rows = []
     names = ["dynamic", *args.caches.split(",")]
     for name in track(names, description="caches", console=console):
-        row = {"cache": name, **generation.measure(model, prompt, caches.cache_factory(name), args.new_tokens)}
-        row["loss"] = quality.divergence(model, ref, caches.cache_factory(name)).as_dict()
+        row = {"cache": name, **generation.measure(model, prompt, named.cache_factory(name), args.new_tokens)}
+        row["loss"] = quality.divergence(model, ref, named.cache_factory(name)).as_dict()
         row["same_tokens"] = row["tokens"] == (rows[0]["tokens"] if rows else row["tokens"])
         rows.append(row)
 

@@ -9,8 +9,8 @@ import torch
 from transformers import DynamicCache
 
 from eval import models, quality
-from eval.caches import cache_factory
 from hf_kvcache import OffloadedCache, PagedCache, QuantizedCache, SlidingWindowCache, cache_kwarg
+from hf_kvcache.named import cache_factory
 
 pytestmark = [pytest.mark.demo, pytest.mark.slow]
 

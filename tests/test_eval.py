@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval import caches, latency, quality
-from hf_kvcache import KVCache, Window, cache_kwarg
+from eval import latency, quality
+from hf_kvcache import KVCache, Window, cache_kwarg, named
 
 from .forcing import ours, text
 
@@ -36,7 +36,7 @@ def test_wrong_logits_are_refused(monkeypatch):
     model = ours()
     exact = plain_states(model, text(1, 40))
     forgetful = lambda config: KVCache(config, retention=Window(4, 0))  # noqa: E731
-    monkeypatch.setitem(caches.KINDS, "paged", lambda config, argument: forgetful(config))
+    monkeypatch.setitem(named.KINDS, "paged", lambda config, argument: forgetful(config))
     with pytest.raises(latency.RefusedError, match="paged at 40 tokens"):
         latency.measure(model, exact, ["dynamic", "paged"], 40, 1, 2)
 
@@ -54,11 +54,10 @@ def test_every_kind_of_cache_is_measured_on_the_same_shapes():
 def test_the_measure_of_quality_sees_damage_and_sees_none_where_there_is_none():
     model = ours()
     ref = quality.reference(model, text(3, 90), steps=10)
-    exact = quality.divergence(model, ref, caches.cache_factory("paged/block_size=4"))
+    exact = quality.divergence(model, ref, named.cache_factory("paged/block_size=4"))
     assert exact.kl_max < 1e-6 and exact.top1 == 1.0 and exact.steps == 30 and exact.context == 79
     losses = [
-        quality.divergence(model, ref, caches.cache_factory(f"{n}/residual=0")).kl_mean
-        for n in ("int8", "int4", "int2")
+        quality.divergence(model, ref, named.cache_factory(f"{n}/residual=0")).kl_mean for n in ("int8", "int4", "int2")
     ]
     assert 0 < losses[0] < losses[1] < losses[2]
 
@@ -69,7 +68,7 @@ def test_a_stale_block_shows(monkeypatch):
     ref = quality.reference(model, text(1, 90), steps=10)
 
     def with_stale_block(config):
-        cache = caches.cache_factory("paged/block_size=16")(config)
+        cache = named.cache_factory("paged/block_size=16")(config)
         update = cache.update
 
         def damaged(k, v, layer, *args, **kwargs):
@@ -86,12 +85,12 @@ def test_a_stale_block_shows(monkeypatch):
 
 def test_names_of_caches():
     config = ours().config
-    assert "int4" in repr(caches.cache_factory("int4/residual=8")(config))
-    assert caches.cache_factory("window:32+2")(config).choices["retention"] == Window(32, 2)
+    assert "int4" in repr(named.cache_factory("int4/residual=8")(config))
+    assert named.cache_factory("window:32+2")(config).choices["retention"] == Window(32, 2)
     with pytest.raises(ValueError, match="kinds are"):
-        caches.cache_factory("int5")
-    for name in caches.BUILT_IN:
-        assert isinstance(caches.is_available(name), bool)
+        named.cache_factory("int5")
+    for name in named.BUILT_IN:
+        assert isinstance(named.is_available(name), bool)
 
 
 def test_windows_of_text_are_as_long_as_asked_for():
@@ -124,7 +123,7 @@ def test_the_latency_command_prints_tables_and_ends_with_json(tmp_path):
 
 def test_a_step_of_the_plain_cache_is_what_ours_is_compared_with():
     model, ids = ours(), text(2, 30)
-    cache = caches.cache_factory("paged")(model.config)
+    cache = named.cache_factory("paged")(model.config)
     latency.fill(cache, plain_states(model, ids[:1]), 30, 2)
     assert cache.get_seq_length() == 30 and cache.storage.batch == 2
     with torch.no_grad():

@@ -12,7 +12,7 @@ import pytest
 import hf_kvcache
 
 ROOT = pathlib.Path(hf_kvcache.__file__).parent
-SPEAKS_TRANSFORMERS = ("__init__", "__main__", "attention", "cache", "cli", "rotary")
+SPEAKS_TRANSFORMERS = ("__init__", "__main__", "attention", "cache", "cli", "lm_eval", "named", "rotary")
 MODULES = sorted(
     path
     for path in ROOT.rglob("*.py")

@@ -1,0 +1,80 @@
+"""Caches by name, as command lines write them: ours and the built-in ones beside which they are measured.
+
+A name is `kind[:argument][/option=value ...]`: `paged`, `window:1024+4`, `offloaded:256`, `int4`, `k4v2/residual=128`,
+`int2/block_size=32/protect=2` (the first two and the last two layers stay native), `dynamic` (the built-in one).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+from transformers import DynamicCache, StaticCache, cache_utils
+from transformers.cache_utils import Cache
+
+from .cache import OffloadedCache, PagedCache, QuantizedCache, SlidingWindowCache
+from .codecs import CODECS
+
+BUILT_IN = ("dynamic", "static", "hf-fp8", "hf-hqq4", "hf-quanto4")
+DEFAULT = ("paged", "window:1024+4", "int8", "int4", "int2", "fp8", "offloaded:1024")
+
+
+def _window(config, argument: str, **options) -> Cache:
+    window, _, sinks = (argument or "1024+4").partition("+")
+    return SlidingWindowCache(config, window=int(window), sinks=int(sinks or 0), **options)
+
+
+def _offloaded(config, argument: str, **options) -> Cache:
+    return OffloadedCache(config, resident_tokens=int(argument or 1024), **options)
+
+
+def _quantized(codec: str) -> Callable[..., Cache]:
+    def make(config, argument: str, *, protect: int = 0, **options) -> Cache:
+        count = config.get_text_config(decoder=True).num_hidden_layers
+        ends = {*range(protect), *range(count - protect, count)} & {*range(count)}
+        return QuantizedCache(config, codec=codec, layers={i: {"codec": "native"} for i in ends}, **options)
+
+    return make
+
+
+def _built_in(backend: str, **settings) -> Callable[..., Cache]:
+    return lambda config, argument: cache_utils.QuantizedCache(backend=backend, config=config, **settings)
+
+
+KINDS: dict[str, Callable[..., Cache]] = {
+    "dynamic": lambda config, argument: DynamicCache(config=config),
+    "static": lambda config, argument: StaticCache(config=config, max_cache_len=int(argument)),
+    "hf-fp8": _built_in("fp8"),
+    "hf-hqq4": _built_in("hqq", nbits=4, axis_key=1, axis_value=1),
+    "hf-quanto4": _built_in("quanto", nbits=4),
+    "paged": lambda config, argument, **options: PagedCache(config, **options),
+    "window": _window,
+    "offloaded": _offloaded,
+    **{name: _quantized(name) for name in CODECS if name != "native"},
+}
+
+
+def cache_factory(name: str) -> Callable[..., Cache]:
+    """A function from a model's config to a new cache.
+
+    Raises:
+        ValueError: for a name that is none; the message lists the kinds.
+    """
+    head, *pairs = name.split("/")
+    kind, _, argument = head.partition(":")
+    if kind not in KINDS:
+        raise ValueError(f"no cache is called {kind!r}; kinds are {', '.join(KINDS)}.")
+    options = dict(pair.split("=", 1) for pair in pairs)
+    return lambda config: KINDS[kind](config, argument, **{k: int(v) for k, v in options.items()})
+
+
+def is_available(name: str) -> bool:
+    """Whether the packages and the transformers release that a built-in cache needs are here."""
+    kind = name.split(":")[0]
+    if kind == "hf-fp8":
+        return hasattr(cache_utils, "Fp8QuantizedLayer")
+    package = {"hf-hqq4": "hqq", "hf-quanto4": "optimum.quanto"}.get(kind)
+    try:
+        return package is None or importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
