@@ -322,7 +322,9 @@ class KVCache(Cache):
         return memory.report(self.storage, sum(_state_bytes(layer) for layer in self.layers))
 
     def stats(self) -> dict:
-        """Numbers of what happened so far: tokens by row, blocks by state, tokens sealed, tensors materialised."""
+        """Numbers of what happened so far: tokens by row, blocks by state, tokens sealed, tensors materialised, and the
+        share of what was written that a query no longer reads as it was (`compressed`: lossy codes, what a window
+        passed)."""
         tables = [group.table for group in self.storage.groups]
         for table in tables if self.storage.at_rest() else ():
             table.settle()
@@ -335,8 +337,23 @@ class KVCache(Cache):
             "blocks_cold": sum(int(t.n_cold.sum()) for t in tables),
             "tokens_sealed": sum(t.tokens_sealed for t in tables),
             "positions_dropped": sum(int(t.gap.sum()) for t in tables),
+            "compressed": self._compressed(),
             "materialisations": self.storage.materialisations,
         }
+
+    def _compressed(self) -> float:
+        written = changed = 0
+        for group in self.storage.groups:
+            table, rule, layers = group.table, group.retention, len(group.store.open.pages)
+            passed = np.zeros_like(table.length)
+            if rule.window is not None and not rule.native:
+                passed = np.maximum(0, table.length - rule.window - rule.sinks)
+            if not group.store.lossless:
+                coded = np.take_along_axis(table.first, table.n_sealed[:, None], axis=1)[:, 0]
+                passed = np.maximum(passed, table.gap + coded)
+            written += layers * int(table.length.sum())
+            changed += layers * int(passed.sum())
+        return changed / written if written else 0.0
 
     def check_integrity(self) -> None:
         """Recount blocks and references of the whole pool; raises `IntegrityError`. For tests and debugging."""

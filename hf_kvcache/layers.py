@@ -97,7 +97,7 @@ class LayerStorage:
         if self.geometry is None:
             spec = self.spec
             expected = (spec.kv_heads, spec.k_dim, spec.v_dim)
-            if spec.kv_heads is not None and shape != expected:
+            if spec.kv_heads is not None and shape != expected and not _is_shard(shape, expected):
                 raise CacheInputError(
                     f"layer {self.layer} was given (kv_heads, k_dim, v_dim) = {shape}, the config that the cache was built "
                     f"from says {expected}: build the cache from this model's config."
@@ -334,6 +334,13 @@ class LayerStorage:
                 "example with .clone()) before the next pass."
             )
         return fresh.step
+
+
+def _is_shard(shape: tuple[int, int, int], whole: tuple[int, int, int]) -> bool:
+    """Whether this is what one of several tensor-parallel processes holds of a layer: some of its heads."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized() or shape[1:] != whole[1:]:
+        return False
+    return whole[0] % shape[0] == 0 and whole[0] <= shape[0] * torch.distributed.get_world_size()
 
 
 def _compact(k: torch.Tensor, v: torch.Tensor, tokens: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

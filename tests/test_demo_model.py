@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import DynamicCache
 
 from eval import models, quality
 from hf_kvcache import OffloadedCache, PagedCache, QuantizedCache, SlidingWindowCache, cache_kwarg
+from hf_kvcache.kernels import cpu
 from hf_kvcache.named import cache_factory
 
 pytestmark = [pytest.mark.demo, pytest.mark.slow]
@@ -73,6 +75,19 @@ def test_loss_of_true_decode_steps(name, kl, top1):
     assert loss.context == 768 and loss.steps == 6 * 32
     if name != "paged":
         assert loss.kl_mean > 1e-7, "nothing was compressed"
+
+
+@pytest.mark.parametrize("bits", (8, 4))
+def test_integer_products_diverge_by_less_than_a_fifth_of_what_the_codec_does(bits, monkeypatch):
+    """The CPU kernels round queries and probabilities; `reference` meets the same codes with floats."""
+    model, _ = demo_model()
+    make = cache_factory(f"int{bits}/residual=0")
+    plain = quality.reference(model, reference().ids[:2, : 512 + 8 + 1], steps=8)
+    codec = quality.divergence(model, plain, make).kl_mean
+    with monkeypatch.context() as without_kernels:
+        without_kernels.setattr(cpu, "supports", lambda *arguments: False)
+        floats = dataclasses.replace(plain, log_probs=quality.scores(model, plain, make))
+    assert 0 < quality.divergence(model, floats, make).kl_mean < codec / 5
 
 
 def test_two_bits_show_a_loss():

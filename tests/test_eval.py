@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
+from rich.console import Console
+from transformers import DynamicCache, PreTrainedTokenizerFast
 
-from eval import latency, quality
+from eval import latency, models, quality
+from eval.records import Record, load
+from eval.session import Session
 from hf_kvcache import KVCache, Window, cache_kwarg, named
+from hf_kvcache.kernels import dispatch
 
+from .architectures import VOCABULARY, build
 from .forcing import ours, text
 
 ROOT = Path(__file__).parents[1]
@@ -62,13 +71,29 @@ def test_the_measure_of_quality_sees_damage_and_sees_none_where_there_is_none():
     assert 0 < losses[0] < losses[1] < losses[2]
 
 
-def test_a_stale_block_shows(monkeypatch):
-    """A planted fault: one block of one layer holds what another one held."""
-    model = ours()
-    ref = quality.reference(model, text(1, 90), steps=10)
+# ---- planted faults: each moves the divergence beyond its standard error -----------------------------------------------
 
-    def with_stale_block(config):
-        cache = named.cache_factory("paged/block_size=16")(config)
+
+def divergence(name: str, wrap=lambda cache: cache, model_name: str = "llama") -> quality.Divergence:
+    """Of 12 steps after 147 tokens, in three windows of a tiny model."""
+    model, ref = faultless(model_name)
+    return quality.divergence(model, ref, lambda config: wrap(named.cache_factory(name)(config)))
+
+
+@functools.cache
+def faultless(name: str):
+    model = ours(name)
+    return model, quality.reference(model, text(3, 160), steps=12)
+
+
+def assert_moved(fault: quality.Divergence, right: quality.Divergence) -> None:
+    assert fault.kl_mean - right.kl_mean > 2 * (fault.kl_stderr**2 + right.kl_stderr**2) ** 0.5
+
+
+def test_a_stale_block_shows():
+    """One block of one layer holds what another one held."""
+
+    def stale(cache):
         update = cache.update
 
         def damaged(k, v, layer, *args, **kwargs):
@@ -80,7 +105,132 @@ def test_a_stale_block_shows(monkeypatch):
         cache.update = damaged
         return cache
 
-    assert quality.divergence(model, ref, with_stale_block).kl_mean > 1e-4
+    assert_moved(divergence("paged", stale), divergence("paged"))
+
+
+def test_scales_that_are_off_by_5_percent_show(monkeypatch):
+    right, seal = divergence("int8/residual=0"), dispatch.seal
+
+    def sloppy(sealed, ids, k, v, places):
+        seal(sealed, ids, k, v, places)
+        fields = sealed.gather(ids)
+        sealed.scatter(ids, fields | {"v_scale": fields["v_scale"] * 1.05})
+
+    monkeypatch.setattr(dispatch, "seal", sloppy)
+    assert_moved(divergence("int8/residual=0"), right)
+
+
+def test_a_residual_that_is_ignored_shows():
+    assert_moved(divergence("int2/residual=0/block_size=16"), divergence("int2/residual=128/block_size=16"))
+
+
+def test_a_window_that_is_off_by_one_shows():
+    right, short = divergence("window:160+0"), divergence("window:158+0")
+    assert right.kl_max < 1e-6 and right.identical == 1.0
+    assert short.by_position[-1]["kl"] > 100 * right.kl_max and short.by_position[0]["kl"] < 1e-6
+
+
+def test_what_the_plain_cache_generates_is_where_greedy_tokens_part():
+    exact, bad = divergence("paged"), divergence("int2/residual=0/block_size=16")
+    assert exact.first_difference is None and exact.identical == 1.0
+    model, ref = faultless("llama")
+    cache = quality.write(model, ref, named.cache_factory("int2/residual=0/block_size=16")(model.config))
+    _, choices = quality.predictions(model, ref, cache)
+    free = [
+        model.generate(
+            ref.ids[row : row + 1, : ref.context + 1],
+            **cache_kwarg(DynamicCache(config=model.config)),
+            max_new_tokens=12,
+            min_new_tokens=12,
+            do_sample=False,
+            pad_token_id=0,
+        )[0, ref.context + 1 :].tolist()
+        for row in range(3)
+    ]
+    assert ref.greedy.tolist() == free
+    firsts = sorted((choices != ref.greedy).int().argmax(-1).tolist())
+    assert bad.first_difference == firsts[1]
+
+
+def test_a_model_with_a_window_of_its_own_prefills_every_cache_itself():
+    _, ref = faultless("mistral")
+    assert ref.states is None
+    exact = divergence("paged", model_name="mistral")
+    assert exact.kl_max < 1e-6 and exact.top1 == 1.0
+
+
+# ---- the suite ---------------------------------------------------------------------------------------------------------
+
+
+class Letters:
+    """A tokenizer of characters."""
+
+    def __call__(self, text, return_tensors):
+        ids = [2 + ord(c) % (VOCABULARY - 2) for c in text]
+        return type("Encoding", (), {"input_ids": torch.tensor([ids])})
+
+
+def session(path: Path, caches: list[str], **options) -> Session:
+    return Session(ours(), Letters(), caches, path, Console(quiet=True), **options)
+
+
+PROSE = {"a": "It was a bright cold day in April. " * 80, "b": "Call me what you like, said the whale. " * 80}
+
+
+def test_quality_records_can_be_resumed(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "texts", lambda: PROSE)
+    path = tmp_path / "results.jsonl"
+    records = quality.run(session(path, ["paged", "int4/residual=0"]), [(150, 2), (250, 2)], steps=8)
+    assert [r.cache for r in records[:4]] == [quality.RECHUNKED, quality.KNOWN_BAD, "paged", "int4/residual=0"]
+    assert records[2].metrics["compressed"] == 0 and records[3].metrics["compressed"] > 0.5
+    quality.check_controls(records, "float32")
+    quality.show(records, Console(quiet=True))
+    before = path.read_text()
+    monkeypatch.setattr(quality, "reference", None)  # nothing is computed again
+    again = quality.run(session(path, ["paged", "int4/residual=0"], resume=True), [(150, 2), (250, 2)], steps=8)
+    assert [r.metrics for r in again] == [r.metrics for r in records] and path.read_text() == before
+
+
+def test_controls_fail_when_the_measure_is_broken():
+    def record(name, kl):
+        return Record("quality", name, {}, {"model": "m", "dtype": "float32"}, {"kl_mean": kl})
+
+    quality.check_controls([record(quality.RECHUNKED, 1e-6), record(quality.KNOWN_BAD, 0.1)], "float32")
+    with pytest.raises(quality.ControlError, match="chunking"):
+        quality.check_controls([record(quality.RECHUNKED, 1e-3)], "float32")
+    with pytest.raises(quality.ControlError, match="bad cache"):
+        quality.check_controls([record(quality.KNOWN_BAD, 1e-7)], "float32")
+
+
+def test_records_of_another_schema_are_refused(tmp_path):
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps({"schema": 99}) + "\n")
+    with pytest.raises(ValueError, match="schema 99"):
+        load([path])
+
+
+def test_latency_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "texts", lambda: PROSE)
+    monkeypatch.setattr(latency, "BANDWIDTH_BYTES", 1 << 20)
+    plan = {"contexts": [64, 128], "rounds": 3, "prefill": 96, "prefill_rounds": 2, "batch": 2}
+    one = session(tmp_path / "results.jsonl", ["paged", "int4"])
+    records = latency.run(one, plan)
+    assert {"dynamic", "static", "paged", "int4"} <= {r.cache for r in records}
+    for record in records:
+        m = record.metrics
+        assert [t["context"] for t in m["timings"]] == [64, 128] and m["ttft"] > 0 and m["peak_bytes"] >= 0
+        assert m["slope_ratio"] == pytest.approx(m["slope"] / records[0].metrics["slope"])
+    monkeypatch.setattr(latency, "measure", None)
+    assert [r.metrics for r in latency.run(one, plan)] == [r.metrics for r in records]
+    latency.show(records, Console(quiet=True))
+
+
+def test_peak_memory_sees_what_is_held_for_a_moment():
+    with latency.PeakMemory(torch.device("cpu")) as memory:
+        held = torch.ones(64 << 20, dtype=torch.uint8)
+        time.sleep(0.05)
+        del held
+    assert memory.peak > 48 << 20
 
 
 def test_names_of_caches():
@@ -106,19 +256,48 @@ def test_windows_of_text_are_as_long_as_asked_for():
 
 @pytest.mark.demo
 @pytest.mark.slow
-def test_the_latency_command_prints_tables_and_ends_with_json(tmp_path):
+def test_the_latency_command_prints_tables_and_writes_records(tmp_path):
     command = [sys.executable, "-m", "eval", "latency", "--contexts", "64,128", "--batch", "1,2", "--rounds", "3"]
     done = subprocess.run(
-        [*command, "--caches", "paged,int4", "--out", str(tmp_path)],
+        [*command, "--caches", "paged,int4", "--prefill", "64", "--out", str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    run = json.loads(done.stdout.splitlines()[-1])
-    assert {t["context"] for t in run["timings"]} == {64, 128} and {x["batch"] for x in run["lines"]} == {1, 2}
-    assert {"dynamic", "static", "paged", "int4"} <= {t["cache"] for t in run["timings"]}
-    assert (tmp_path / "latency.png").exists() and json.loads((tmp_path / "latency.json").read_text()) == run
+    records = load([tmp_path / "results.jsonl"])
+    assert {r.protocol["batch"] for r in records} == {1, 2} and all(r.metrics["slope"] for r in records)
+    assert {"dynamic", "static", "paged", "int4"} <= {r.cache for r in records}
+    assert "decode step" in done.stdout and "first pass over 64 tokens" in done.stdout
+    assert (tmp_path / "latency.png").exists()
+
+
+def saved_model(path: Path) -> str:
+    """A tiny model on disk, with a tokenizer of characters."""
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(i): i for i in range(VOCABULARY)}, unk_token=" "))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(path)
+    build("llama").save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.slow
+def test_two_processes_measure_what_one_does(tmp_path):
+    """`accelerate launch` deals the windows out: the same numbers but for float noise."""
+    model, found = saved_model(tmp_path / "model"), []
+    for processes in (1, 2):
+        launch = (
+            f"accelerate.commands.launch --cpu --num_processes {processes} --num_cpu_threads_per_process 1 -m".split()
+        )
+        out = tmp_path / str(processes)
+        own = ["eval", "quality", "--model", model, "--lengths", "300", "--windows", "4", "--steps", "8"]
+        command = [sys.executable, "-m", *launch, *own, "--caches", "int4/residual=0", "--out", str(out)]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        found.append(load([out / "results.jsonl"]))
+    for one, two in zip(*found, strict=True):
+        assert one.cache == two.cache and two.metrics["steps"] == 32
+        for key in ("kl_mean", "nll_change", "ppl", "bytes"):
+            assert two.metrics[key] == pytest.approx(one.metrics[key], rel=1e-3, abs=1e-7), (one.cache, key)
 
 
 def test_a_step_of_the_plain_cache_is_what_ours_is_compared_with():

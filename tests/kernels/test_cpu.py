@@ -329,3 +329,17 @@ def _assert_fields(actual: dict[str, torch.Tensor], expected: dict[str, torch.Te
 
 def test_status_is_a_sentence() -> None:
     assert "_cpu" in cpu.status() and cpu.status().endswith(".")
+
+
+# `reference` with the values that the codec gives back, and with the exact ones.
+@pytest.mark.parametrize("outliers", (1.0, 20.0))
+@pytest.mark.parametrize("codec", INTEGERS)
+def test_integer_products_err_by_less_than_a_fifth_of_what_the_codec_does(codec: str, outliers: float) -> None:
+    stored = random_stored(codec, lengths=(1500,), block_size=64, outliers=outliers)
+    exact = random_stored("native", lengths=(1500,), block_size=64, outliers=outliers)
+    q = random_queries(stored, 3)
+    with_codec, _ = reference.decode(q, stored.sealed, stored.open_, stored.view, 0.125)
+    without, _ = reference.decode(q, exact.sealed, exact.open_, exact.view, 0.125)
+    ours, _ = cpu.decode(q, stored.sealed, stored.open_, stored.view, 0.125)
+    assert torch.equal(exact.k[0], stored.k[0])
+    assert 0 < (ours - with_codec).norm() < (with_codec - without).norm() / 5
