@@ -1,86 +1,78 @@
-"""`python -m eval latency`: what a cache costs in time. (`quality` and `report` are to come.)"""
+"""What a cache saves, what it loses, and what it costs in time.
+
+`python -m eval all` measures everything; each suite can be run alone. Results are JSON lines in `OUT/results.jsonl`, to which
+`--resume` adds what is missing; `report` makes a page of them. `accelerate launch --multi_gpu -m eval quality` shares samples.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 from pathlib import Path
 
 import torch
-import transformers
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from hf_kvcache import named
 
-from . import latency, models, plots, quality
+from . import latency, models, quality, report, retrieval, streaming
+from .session import Session
+
+SUITES = {"quality": quality, "retrieval": retrieval, "streaming": streaming, "latency": latency}
+HELP = {
+    "quality": "divergence and perplexity against the plain cache, scored one decode step at a time",
+    "retrieval": "needles in a haystack, by length and depth",
+    "streaming": "perplexity of a long text under a window, with and without sinks",
+    "latency": "decode latency against context length, beside the built-in caches",
+}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m eval", description=__doc__)
+def main(argv: list[str] | None = None) -> None:
+    """Run a command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    timing = commands.add_parser("latency", help="decode latency against context length, beside the built-in caches")
-    timing.add_argument("--model", help="path or hub id; the demo model if left out")
-    timing.add_argument("--contexts", default="512,2048,8192", help="tokens, comma-separated")
-    timing.add_argument("--batch", default="1", help="batch sizes, comma-separated")
-    timing.add_argument("--caches", default="paged,offloaded:1024,window:1024+4,int8,int4,int2,fp8")
-    timing.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    timing.add_argument("--rounds", type=int, default=12, help="steps of each cache, taken in turns")
-    timing.add_argument("--out", type=Path, default=Path("out"))
-    run_latency(parser.parse_args())
-
-
-def run_latency(args: argparse.Namespace) -> None:
-    console = Console(stderr=True)
-    model, tokenizer = models.load(args.model, getattr(torch, args.dtype))
-    exact = latency.states(model, quality.windows(tokenizer, list(models.texts().values())[:1], 1, 1024))
-    built_in = [name for name in named.BUILT_IN if named.is_available(name)]
-    names = list(dict.fromkeys([*built_in, *args.caches.split(",")]))
-    contexts, batches = ([int(x) for x in text.split(",")] for text in (args.contexts, args.batch))
-    timings = []
-    with Progress(console=console) as progress:
-        bar = progress.add_task("decode steps", total=len(contexts) * len(batches) * args.rounds)
-        for batch in batches:
-            for context in contexts:
-                tick = lambda: progress.advance(bar)  # noqa: E731
-                timings += latency.measure(model, exact, names, context, batch, args.rounds, tick)
-    lines = latency.fit(timings) if len(contexts) > 1 else []
-    bandwidth = latency.read_bandwidth()
-    show(timings, lines, bandwidth)
-    args.out.mkdir(parents=True, exist_ok=True)
-    picture = plots.latency(timings, lines, args.out / "latency.png")
-    print(f"plot: {picture}")
-    machine = {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    run = {"schema": 1, "model": model.name_or_path, "dtype": args.dtype, "rounds": args.rounds, **machine, **versions}
-    run |= {"read_bandwidth": bandwidth, "timings": latency.as_dicts(timings), "lines": latency.as_dicts(lines)}
-    (args.out / "latency.json").write_text(json.dumps(run, indent=1))
-    print(json.dumps(run))
-
-
-def show(timings: list[latency.Timing], lines: list[latency.Line], bandwidth: float) -> None:
-    """Tables on the terminal: steps and their ratio to the plain cache's, then the fitted lines."""
-    plain = {(t.context, t.batch): t.itl for t in timings if t.cache == "dynamic"}
-    table = Table(title="decode step (median; ratio to DynamicCache in the same run; spread = interquartile range)")
-    for heading in ("cache", "batch", "context", "ms", "ratio", "spread", "MB"):
-        table.add_column(heading, justify="left" if heading == "cache" else "right")
-    for t in timings:
-        ratio, size = f"{t.itl / plain[t.context, t.batch]:.3f}", f"{t.bytes / 1e6:.1f}"
-        table.add_row(t.cache, str(t.batch), str(t.context), f"{t.itl * 1e3:.1f}", ratio, f"{t.spread:.0%}", size)
-    Console().print(table)
-    if not lines:
+    for name, suite in SUITES.items():
+        command = commands.add_parser(name, help=HELP[name], parents=[_common()])
+        suite.configure(command)
+    commands.add_parser("all", help="every suite in turn, then the report", parents=[_common()])
+    report.configure(commands.add_parser("report", help="one page of the results of any number of runs"))
+    args = parser.parse_args(argv)
+    if args.command == "report":
+        report.main(args, Console())
         return
-    table = Table(title=f"ITL = slope * length + intercept (plain read: {bandwidth / 1e9:.1f} GB/s)")
-    for heading in ("cache", "batch", "slope us", "ratio", "intercept ms", "ratio", "break-even", "GB/s"):
-        table.add_column(heading, justify="left" if heading == "cache" else "right")
-    for x in lines:
-        even = "never" if x.break_even is None else f"{x.break_even:.0f}"
-        slope, intercept = f"{x.slope * 1e6:.2f}", f"{x.intercept * 1e3:.1f}"
-        ratios = f"{x.slope_ratio:.3f}", f"{x.intercept_ratio:.3f}"
-        table.add_row(x.cache, str(x.batch), slope, ratios[0], intercept, ratios[1], even, f"{x.bandwidth / 1e9:.1f}")
-    Console().print(table)
+    session = _open(args)
+    for name in SUITES if args.command == "all" else [args.command]:
+        own = args if args.command == name else _defaults(SUITES[name])
+        SUITES[name].main(session, own)
+    if args.command == "all" and session.processes.is_main_process:
+        report.main(_defaults(report, str(session.results.path), "--out", str(args.out)), Console())
+
+
+def _common() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--model", help="path or hub id; the demo model if left out")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--caches", help="names, comma-separated; every kind, and the built-in ones that are installed")
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--resume", action="store_true", help="keep what OUT/results.jsonl has, measure the rest")
+    parser.add_argument("--quick", action="store_true", help="a first look: short contexts, few samples")
+    return parser
+
+
+def _defaults(suite, *argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    suite.configure(parser)
+    return parser.parse_args(argv)
+
+
+def _open(args: argparse.Namespace) -> Session:
+    built_in = [name for name in named.BUILT_IN[2:] if named.is_available(name)]
+    chosen = args.caches.split(",") if args.caches else [*named.DEFAULT, *built_in]
+    for name in chosen:
+        named.cache_factory(name)  # a name that is none should not be found out after an hour
+    model, tokenizer = models.load(args.model, getattr(torch, args.dtype))
+    return Session(model, tokenizer, chosen, args.out / "results.jsonl", Console(stderr=True), args.quick, args.resume)
 
 
 if __name__ == "__main__":

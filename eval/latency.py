@@ -8,24 +8,34 @@ the cache allows, no timing is printed.
 
     ITL = slope * length + intercept
 
-is fitted to the medians by least squares. A cache's break-even length is where its line crosses `DynamicCache`'s.
+is fitted to the medians by least squares of the relative errors: a machine disturbs long steps by more than short ones. A
+cache's break-even length is where its line crosses `DynamicCache`'s.
+
+Prefill takes turns as well: the time to the first token, and how far memory rises above what was in use before.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+import psutil
 import torch
+from rich.console import Console
+from rich.table import Table
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from hf_kvcache import cache_kwarg, named
 
-from . import caches
+from . import caches, models, plots, quality
+from .records import Record
+from .session import Session
 
 # Largest difference of a logit before timings are refused. On the demo model int2 is off by up to 13 and the built-in fp8
 # by 2, honestly; a cache that reads the wrong blocks is off by more than the last, and so is anything that is not a number.
@@ -106,7 +116,7 @@ def measure(
     worst: dict[str, float] = {}
     expected = None
     for name in names:
-        cache = named.cache_factory(name if name != "static" else f"static:{context + rounds + 2}")(model.config)
+        cache = _make(name, model, context + rounds + 2)
         fill(cache, exact, context, batch)
         logits = model(token, **cache_kwarg(cache)).logits[:, -1].float()
         expected = logits if expected is None else expected
@@ -150,9 +160,8 @@ def fit(timings: Sequence[Timing]) -> list[Line]:
     lines: dict[tuple[str, int], tuple[float, float]] = {}
     for key in dict.fromkeys((t.cache, t.batch) for t in timings):
         points = [t for t in timings if (t.cache, t.batch) == key]
-        x = torch.tensor([[p.context, 1.0] for p in points], dtype=torch.float64)
-        y = torch.tensor([[p.itl] for p in points], dtype=torch.float64)
-        slope, intercept = torch.linalg.lstsq(x, y).solution.flatten().tolist()
+        x = torch.tensor([[p.context / p.itl, 1 / p.itl] for p in points], dtype=torch.float64)
+        slope, intercept = torch.linalg.lstsq(x, torch.ones(len(points), 1).double()).solution.flatten().tolist()
         lines[key] = (slope, intercept)
     return [_line(key, lines, timings) for key in lines]
 
@@ -174,6 +183,190 @@ def _line(key: tuple[str, int], lines: dict, timings: Sequence[Timing]) -> Line:
     )
 
 
-def as_dicts(items: Sequence) -> list[dict]:
-    """Timings or lines for JSON."""
-    return [asdict(item) for item in items]
+@dataclass(frozen=True)
+class Prefill:
+    """Median seconds to the first token after `tokens`, and the most bytes in use above what there was before."""
+
+    cache: str
+    tokens: int
+    ttft: float
+    peak: int
+
+
+@torch.inference_mode()
+def prefill(
+    model, ids: torch.Tensor, names: Sequence[str], rounds: int, tick: Callable[[], None] = lambda: None
+) -> list[Prefill]:
+    """Time the first pass over `ids` `[batch, tokens]` with new caches, in turns."""
+    times: dict[str, list[float]] = {name: [] for name in names}
+    peaks: dict[str, int] = {}
+    for _ in range(rounds):
+        for name in names:
+            cache = _make(name, model, ids.shape[1] + 1)
+            gc.collect()
+            with PeakMemory(model.device) as memory:
+                start = time.perf_counter()
+                model(ids, **cache_kwarg(cache), logits_to_keep=1).logits.argmax(-1).tolist()
+                times[name].append(time.perf_counter() - start)
+            peaks[name] = memory.peak
+            tick()
+    return [Prefill(name, ids.shape[1], statistics.median(times[name]), peaks[name]) for name in names]
+
+
+class PeakMemory:
+    """The most memory in use inside the `with`, above what was in use at its start: the device's allocator knows it, and on
+    a CPU the process's resident memory is watched."""
+
+    INTERVAL = 0.002  # seconds
+
+    def __init__(self, device: torch.device):
+        self.device, self.peak = device, 0
+
+    def __enter__(self) -> PeakMemory:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._before = torch.cuda.memory_allocated(self.device)
+            return self
+        self._process, self._stop = psutil.Process(), threading.Event()
+        self._before = self._process.memory_info().rss
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self.device.type == "cuda":
+            self.peak = torch.cuda.max_memory_allocated(self.device) - self._before
+            return
+        self._stop.set()
+        self._watcher.join()
+
+    def _watch(self) -> None:
+        stopped = False
+        while not stopped:
+            stopped = self._stop.wait(self.INTERVAL)
+            self.peak = max(self.peak, self._process.memory_info().rss - self._before)
+
+
+def _make(name: str, model, length: int) -> Cache:
+    return named.cache_factory(name if name != "static" else f"static:{length}")(model.config)
+
+
+# ---- the suite --------------------------------------------------------------------------------------------------------
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The suite's own arguments."""
+    parser.add_argument("--contexts", default="512,2048,8192", help="tokens, comma-separated")
+    parser.add_argument("--batch", default="1", help="batch sizes, comma-separated")
+    parser.add_argument("--rounds", type=int, default=12, help="steps of each cache, taken in turns")
+    parser.add_argument("--prefill", type=int, default=1024, help="tokens of the first pass that is timed")
+    parser.add_argument("--prefill-rounds", type=int, default=2)
+
+
+def main(session: Session, args: argparse.Namespace) -> None:
+    """Measure, print tables, draw the plot. Only the first process times anything: others would disturb it."""
+    if not session.processes.is_main_process:
+        return
+    contexts, batches = ([int(x) for x in text.split(",")] for text in (args.contexts, args.batch))
+    tokens, rounds = args.prefill, args.rounds
+    if session.quick:
+        contexts, batches, tokens, rounds = [256, 1024], batches[:1], 256, 6
+    plan = {"contexts": contexts, "rounds": rounds, "prefill": tokens, "prefill_rounds": args.prefill_rounds}
+    records = [record for batch in batches for record in run(session, plan | {"batch": batch})]
+    show(records, Console())
+    picture = plots.latency(records, session.path.parent / "latency.png")
+    print(f"plot: {picture}")
+
+
+def run(session: Session, protocol: dict) -> list[Record]:
+    """A record per cache. All are of one interleaved run: an earlier run counts as a whole or not at all."""
+    built_in = [name for name in named.BUILT_IN if named.is_available(name)]
+    names = list(dict.fromkeys([*built_in, *session.caches]))
+    found: dict[str, dict] = {}
+    if not all(session.known("latency", name, protocol) for name in names):
+        found = _measure_all(session, names, protocol)
+    return [session.measure("latency", name, protocol, lambda name=name: found[name]) for name in names]
+
+
+def _measure_all(session: Session, names: list[str], protocol: dict) -> dict[str, dict]:
+    """Metrics by cache."""
+    model, batch, rounds = session.model, protocol["batch"], protocol["rounds"]
+    texts, tokens = list(models.texts().values())[:1], protocol["prefill"]
+    exact = states(model, quality.windows(session.tokenizer, texts, 1, 1024))
+    ids = quality.windows(session.tokenizer, texts, 1, tokens).repeat(batch, 1)
+    timings: list[Timing] = []
+    with session.progress() as progress:
+        total = len(protocol["contexts"]) * rounds + protocol["prefill_rounds"] * len(names)
+        bar = progress.add_task(f"latency, batch {batch}", total=total)
+        tick = lambda: progress.advance(bar)  # noqa: E731
+        for context in protocol["contexts"]:
+            timings += measure(model, exact, names, context, batch, rounds, tick)
+        first = {p.cache: p for p in prefill(model, ids, names, protocol["prefill_rounds"], tick)}
+    lines = {line.cache: line for line in fit(timings)} if len(protocol["contexts"]) > 1 else {}
+    bandwidth, plain = read_bandwidth(), first["dynamic"].ttft
+    found = {}
+    for name in names:
+        line = asdict(lines[name]) if name in lines else {}
+        points = [asdict(t) for t in timings if t.cache == name]
+        found[name] = {
+            "timings": [{k: v for k, v in p.items() if k not in ("cache", "batch")} for p in points],
+            **{k: v for k, v in line.items() if k not in ("cache", "batch")},
+            "read_bandwidth": bandwidth,
+            "ttft": first[name].ttft,
+            "ttft_ratio": first[name].ttft / plain,
+            "peak_bytes": first[name].peak,
+        }
+    return found
+
+
+def show(records: list[Record], console: Console) -> None:
+    """Tables on the terminal: steps and their ratio to the plain cache's, then lines and prefill."""
+    plain = {
+        (t["context"], r.protocol["batch"]): t["itl"]
+        for r in records
+        if r.cache == "dynamic"
+        for t in r.metrics["timings"]
+    }
+    table = _table(
+        "decode step (median; ratio to DynamicCache in the same run; spread = interquartile range)",
+        ("cache", "batch", "context", "ms", "ratio", "spread", "MB"),
+    )
+    for r in records:
+        for t in r.metrics["timings"]:
+            ratio = f"{t['itl'] / plain[t['context'], r.protocol['batch']]:.3f}"
+            cells = f"{t['itl'] * 1e3:.1f}", ratio, f"{t['spread']:.0%}", f"{t['bytes'] / 1e6:.1f}"
+            table.add_row(r.cache, str(r.protocol["batch"]), str(t["context"]), *cells)
+    console.print(table)
+    if "slope" in records[0].metrics:
+        console.print(_lines(records))
+    table = _table(
+        f"first pass over {records[0].protocol['prefill']} tokens", ("cache", "batch", "s", "ratio", "peak MB")
+    )
+    for r in records:
+        m = r.metrics
+        cells = f"{m['ttft']:.2f}", f"{m['ttft_ratio']:.3f}", f"{m['peak_bytes'] / 1e6:.0f}"
+        table.add_row(r.cache, str(r.protocol["batch"]), *cells)
+    console.print(table)
+
+
+def _lines(records: list[Record]) -> Table:
+    bandwidth = records[0].metrics["read_bandwidth"] / 1e9
+    table = _table(
+        f"ITL = slope * length + intercept (plain read: {bandwidth:.1f} GB/s)",
+        ("cache", "batch", "slope us", "ratio", "intercept ms", "ratio", "even at", "GB/s"),
+    )
+    for r in records:
+        m = r.metrics
+        even = "-" if m["break_even"] is None else f"{m['break_even']:.0f}"
+        slope, intercept = f"{m['slope'] * 1e6:.2f}", f"{m['intercept'] * 1e3:.1f}"
+        ratios = f"{m['slope_ratio']:.3f}", f"{m['intercept_ratio']:.3f}"
+        rate = f"{m['bandwidth'] / 1e9:.1f}"
+        table.add_row(r.cache, str(r.protocol["batch"]), slope, ratios[0], intercept, ratios[1], even, rate)
+    return table
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    table = Table(title=title)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "cache" else "right")
+    return table

@@ -43,18 +43,22 @@ class Record:
 
     @property
     def key(self) -> str:
-        return json.dumps([self.suite, self.cache, self.protocol, self.run["model"], self.run["dtype"]], sort_keys=True)
+        return json.dumps(
+            [self.suite, self.cache, self.protocol, *(self.run[k] for k in ("model", "dtype", "device"))],
+            sort_keys=True,
+        )
 
 
 class Results:
     """Records in a file, one JSON object a line."""
 
-    def __init__(self, path: Path, resume: bool = False):
+    def __init__(self, path: Path, resume: bool = False, writes: bool = True):
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not resume:
-            path.write_text("")
-        self.records = load([path]) if path.exists() else []
+        if writes:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not resume:
+                path.write_text("")
+        self.records = load([path]) if resume and path.exists() else []
 
     def add(self, record: Record) -> None:
         with self.path.open("a") as file:

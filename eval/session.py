@@ -1,13 +1,15 @@
 """What every suite needs: a model, the caches to compare, where results go, and the processes that share the work.
 
-Under `accelerate launch` (or torchrun) every process loads the model and measures its share of the samples; `gather` brings
-the parts together, and the first process writes. One process is the same with a share of everything.
+Under torchrun or `accelerate launch --multi_gpu` (with or without GPUs: its `--cpu` starts one process) every process loads
+the model and measures its share of the samples; `gather` brings the parts together, and the first process writes. One
+process is the same with a share of everything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -28,21 +30,25 @@ class Session:
     Attributes:
         model, tokenizer: attending to our pages (`models.load`).
         caches: names (`hf_kvcache/named.py`) to measure.
-        results: where records go.
+        path: the file that records go to.
         console: for people, on standard error.
         quick: a smaller protocol, for a first look.
+        resume: keep the records that the file has, and measure the rest.
     """
 
     model: torch.nn.Module
     tokenizer: object
     caches: list[str]
-    results: Results
+    path: Path
     console: Console
     quick: bool = False
+    resume: bool = False
 
     def __post_init__(self):
-        self.processes = PartialState()
-        self.run = describe(self.model)
+        self.processes = PartialState(cpu=not torch.cuda.is_available())
+        self.results = Results(self.path, self.resume, writes=self.processes.is_main_process)
+        self.processes.wait_for_everyone()
+        self.run = describe(self.model) | {"processes": self.processes.num_processes}
 
     def share(self, items: Sequence[T]) -> list[T]:
         """This process's part of `items`: every n-th of them."""
@@ -58,14 +64,18 @@ class Session:
 
     def measure(self, suite: str, cache: str, protocol: dict, work: Callable[[], dict]) -> Record:
         """The record of `work()`, from an earlier run where there is one; written by the first process."""
-        record = Record(suite, cache, protocol, self.run, {})
-        for known in self.results.records:
-            if known.key == record.key:
-                return known
+        known = self.known(suite, cache, protocol)
+        if known is not None:
+            return known
         record = Record(suite, cache, protocol, self.run, work())
         if self.processes.is_main_process:
             self.results.add(record)
         return record
+
+    def known(self, suite: str, cache: str, protocol: dict) -> Record | None:
+        """What was measured before of just this."""
+        key = Record(suite, cache, protocol, self.run, {}).key
+        return next((record for record in self.results.records if record.key == key), None)
 
     def progress(self) -> Progress:
         """A progress bar that only the first process draws."""

@@ -1,7 +1,8 @@
 """Caches by name, as command lines write them: ours and the built-in ones beside which they are measured.
 
 A name is `kind[:argument][/option=value ...]`: `paged`, `window:1024+4`, `offloaded:256`, `int4`, `k4v2/residual=128`,
-`int2/block_size=32/protect=2` (the first two and the last two layers stay native), `dynamic` (the built-in one).
+`dynamic` (the built-in one). A codec as an option gives layers one of their own: in `int2/block_size=32/int8=0-3+29` the
+first four layers and the last of thirty have 8 bits.
 """
 
 from __future__ import annotations
@@ -29,12 +30,7 @@ def _offloaded(config, argument: str, **options) -> Cache:
 
 
 def _quantized(codec: str) -> Callable[..., Cache]:
-    def make(config, argument: str, *, protect: int = 0, **options) -> Cache:
-        count = config.get_text_config(decoder=True).num_hidden_layers
-        ends = {*range(protect), *range(count - protect, count)} & {*range(count)}
-        return QuantizedCache(config, codec=codec, layers={i: {"codec": "native"} for i in ends}, **options)
-
-    return make
+    return lambda config, argument, **options: QuantizedCache(config, codec=codec, **options)
 
 
 def _built_in(backend: str, **settings) -> Callable[..., Cache]:
@@ -64,8 +60,21 @@ def cache_factory(name: str) -> Callable[..., Cache]:
     kind, _, argument = head.partition(":")
     if kind not in KINDS:
         raise ValueError(f"no cache is called {kind!r}; kinds are {', '.join(KINDS)}.")
-    options = dict(pair.split("=", 1) for pair in pairs)
-    return lambda config: KINDS[kind](config, argument, **{k: int(v) for k, v in options.items()})
+    options, layers = {}, {}
+    for option, value in (pair.split("=", 1) for pair in pairs):
+        if option in CODECS:
+            layers |= {layer: {"codec": option} for layer in _numbers(value)}
+        else:
+            options[option] = int(value)
+    if layers:
+        options["layers"] = layers
+    return lambda config: KINDS[kind](config, argument, **options)
+
+
+def _numbers(text: str) -> list[int]:
+    """`0-3+29` as 0, 1, 2, 3, 29."""
+    ranges = [[int(end) for end in part.split("-")] for part in text.split("+")]
+    return [number for ends in ranges for number in range(ends[0], ends[-1] + 1)]
 
 
 def is_available(name: str) -> bool:

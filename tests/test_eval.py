@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -237,6 +238,9 @@ def test_names_of_caches():
     config = ours().config
     assert "int4" in repr(named.cache_factory("int4/residual=8")(config))
     assert named.cache_factory("window:32+2")(config).choices["retention"] == Window(32, 2)
+    mixed = repr(named.cache_factory("k4v2/residual=8/native=0-1+2")(config))
+    assert "3 layers" in mixed and "k4v2" not in mixed
+    assert "1 layers: everything, int8" in repr(named.cache_factory("int2/int8=1")(config))
     with pytest.raises(ValueError, match="kinds are"):
         named.cache_factory("int5")
     for name in named.BUILT_IN:
@@ -283,19 +287,18 @@ def saved_model(path: Path) -> str:
 
 @pytest.mark.slow
 def test_two_processes_measure_what_one_does(tmp_path):
-    """`accelerate launch` deals the windows out: the same numbers but for float noise."""
+    """`accelerate launch` deals the windows out, on CPUs too: the same numbers but for float noise."""
     model, found = saved_model(tmp_path / "model"), []
     for processes in (1, 2):
-        launch = (
-            f"accelerate.commands.launch --cpu --num_processes {processes} --num_cpu_threads_per_process 1 -m".split()
-        )
+        launch = f"accelerate.commands.launch --multi_gpu --num_processes {processes} -m".split()
         out = tmp_path / str(processes)
         own = ["eval", "quality", "--model", model, "--lengths", "300", "--windows", "4", "--steps", "8"]
         command = [sys.executable, "-m", *launch, *own, "--caches", "int4/residual=0", "--out", str(out)]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         found.append(load([out / "results.jsonl"]))
     for one, two in zip(*found, strict=True):
         assert one.cache == two.cache and two.metrics["steps"] == 32
+        assert (one.run["processes"], two.run["processes"]) == (1, 2)
         for key in ("kl_mean", "nll_change", "ppl", "bytes"):
             assert two.metrics[key] == pytest.approx(one.metrics[key], rel=1e-3, abs=1e-7), (one.cache, key)
 
