@@ -289,9 +289,9 @@ def saved_model(path: Path) -> str:
 def test_two_processes_measure_what_one_does(tmp_path):
     """`accelerate launch` deals the windows out, on CPUs too: the same numbers but for float noise."""
     model, found = saved_model(tmp_path / "model"), []
-    for processes in (1, 2):
-        launch = f"accelerate.commands.launch --multi_gpu --num_processes {processes} -m".split()
-        out = tmp_path / str(processes)
+    two = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "-m"]
+    for launch in ([], two):
+        out = tmp_path / str(len(launch))
         own = ["eval", "quality", "--model", model, "--lengths", "300", "--windows", "4", "--steps", "8"]
         command = [sys.executable, "-m", *launch, *own, "--caches", "int4/residual=0", "--out", str(out)]
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
