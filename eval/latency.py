@@ -8,8 +8,11 @@ the cache allows, no timing is printed.
 
     ITL = slope * length + intercept
 
-is fitted to the medians by least squares of the relative errors: a machine disturbs long steps by more than short ones. A
-cache's break-even length is where its line crosses `DynamicCache`'s.
+is fitted to the medians by least squares, after the drift of the machine from one context length to the next has been taken
+out: a small plain cache takes turns with all the others and says how fast the machine is. A cache's break-even length is
+where its line crosses `DynamicCache`'s. Long contexts decide the slope; the built-in cache's steps grow faster once they
+leave the processor's caches, so that its line starts below its shortest steps: how the fixed costs compare, the ratio at the
+shortest context says.
 
 Prefill takes turns as well: the time to the first token, and how far memory rises above what was in use before.
 """
@@ -17,6 +20,8 @@ Prefill takes turns as well: the time to the first token, and how far memory ris
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import gc
 import statistics
 import threading
@@ -41,6 +46,7 @@ from .session import Session
 # by 2, honestly; a cache that reads the wrong blocks is off by more than the last, and so is anything that is not a number.
 EXACT, LOSSY, VERY_LOSSY = 1e-3, 2.0, 25.0
 BANDWIDTH_BYTES = 1 << 30
+ANCHOR, ANCHOR_CONTEXT = "anchor", 128
 
 
 class RefusedError(RuntimeError):
@@ -49,7 +55,9 @@ class RefusedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Timing:
-    """One cache at one context length: `itl` is the median step in seconds, `spread` the interquartile range over it."""
+    """One cache at one context length: `itl` is the median step in seconds, `spread` the interquartile range over it.
+    `anchor` is the median step of a small plain cache that took turns with all others at every context length: where it
+    moves, the machine did."""
 
     cache: str
     context: int
@@ -58,6 +66,7 @@ class Timing:
     spread: float
     bytes: int
     worst_logit: float
+    anchor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -122,18 +131,26 @@ def measure(
         expected = logits if expected is None else expected
         alive[name], worst[name] = cache, (logits - expected).abs().max().item()
         _check(name, worst[name], context)
-    steps: dict[str, list[float]] = {name: [] for name in names}
+    alive[ANCHOR] = DynamicCache(config=model.config)
+    fill(alive[ANCHOR], exact, ANCHOR_CONTEXT, batch)
+    steps: dict[str, list[float]] = {name: [] for name in alive}
     gc.collect()
     for _ in range(rounds):
         for name, cache in alive.items():
-            start = time.perf_counter()
-            model(token, **cache_kwarg(cache))
-            steps[name].append(time.perf_counter() - start)
+            steps[name].append(_timed(model, token, cache))
         tick()
+    anchor, _ = _median(steps[ANCHOR][1:])
     return [
-        Timing(name, context, batch, *_median(steps[name][1:]), caches.stored_bytes(alive[name]), worst[name])
+        Timing(name, context, batch, *_median(steps[name][1:]), caches.stored_bytes(alive[name]), worst[name], anchor)
         for name in names
     ]
+
+
+def _timed(model, ids: torch.Tensor, cache: Cache) -> float:
+    """Seconds until the next token of every row is known on the host."""
+    start = time.perf_counter()
+    model(ids, **cache_kwarg(cache), logits_to_keep=1).logits.argmax(-1).tolist()
+    return time.perf_counter() - start
 
 
 def _check(name: str, difference: float, context: int) -> None:
@@ -158,10 +175,14 @@ def _median(times: list[float]) -> tuple[float, float]:
 def fit(timings: Sequence[Timing]) -> list[Line]:
     """A line per cache and batch size, in the order of the timings."""
     lines: dict[tuple[str, int], tuple[float, float]] = {}
+    usual = {
+        batch: statistics.median(t.anchor for t in timings if t.batch == batch) for batch in {t.batch for t in timings}
+    }
     for key in dict.fromkeys((t.cache, t.batch) for t in timings):
         points = [t for t in timings if (t.cache, t.batch) == key]
-        x = torch.tensor([[p.context / p.itl, 1 / p.itl] for p in points], dtype=torch.float64)
-        slope, intercept = torch.linalg.lstsq(x, torch.ones(len(points), 1).double()).solution.flatten().tolist()
+        x = torch.tensor([[p.context, 1.0] for p in points], dtype=torch.float64)
+        y = torch.tensor([[p.itl * usual[p.batch] / p.anchor] for p in points], dtype=torch.float64)
+        slope, intercept = torch.linalg.lstsq(x, y).solution.flatten().tolist()
         lines[key] = (slope, intercept)
     return [_line(key, lines, timings) for key in lines]
 
@@ -205,9 +226,7 @@ def prefill(
             cache = _make(name, model, ids.shape[1] + 1)
             gc.collect()
             with PeakMemory(model.device) as memory:
-                start = time.perf_counter()
-                model(ids, **cache_kwarg(cache), logits_to_keep=1).logits.argmax(-1).tolist()
-                times[name].append(time.perf_counter() - start)
+                times[name].append(_timed(model, ids, cache))
             peaks[name] = memory.peak
             tick()
     return [Prefill(name, ids.shape[1], statistics.median(times[name]), peaks[name]) for name in names]
@@ -227,6 +246,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self.device)
             self._before = torch.cuda.memory_allocated(self.device)
             return self
+        _give_back_freed_memory()
         self._process, self._stop = psutil.Process(), threading.Event()
         self._before = self._process.memory_info().rss
         self._watcher = threading.Thread(target=self._watch, daemon=True)
@@ -245,6 +265,12 @@ class PeakMemory:
         while not stopped:
             stopped = self._stop.wait(self.INTERVAL)
             self.peak = max(self.peak, self._process.memory_info().rss - self._before)
+
+
+def _give_back_freed_memory() -> None:
+    """What the C library keeps for later would hide what is allocated from it."""
+    with contextlib.suppress(AttributeError, OSError):  # glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _make(name: str, model, length: int) -> Cache:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache
@@ -346,6 +347,8 @@ def show(records: list[Record], console: Console) -> None:
         table = Table(
             title=f"{first['steps']} decode steps after {context} tokens (plain perplexity {first['ppl_plain']:.2f})",
             caption="first: step at which greedy generation differs. read: share of the context read as compressed.",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
         )
         for heading in ("cache", "KL", "p99", "top-1", "ppl", "first", "bytes", "read"):
             table.add_column(heading, justify="left" if heading == "cache" else "right", overflow="fold")

@@ -240,7 +240,7 @@ def _needle_picture(part: Comparison, gallery: Gallery) -> Picture:
     columns = [f"{depth:.0%}" for depth in depths]
     figure = plots.heat_map(values, columns, "depth of the needle in the context")
     said = [f"{cache} {', '.join(map(_share, row))}" for cache, row in values.items()]
-    title, stem = f"Right answers by depth: {part.title}", f"needles-{part.protocol['length']}"
+    title, stem = f"Right answers by depth: {part.title}", f"needles-{part.protocol['keys']}-{part.protocol['length']}"
     return gallery.add(figure, stem, title, [f"depths {', '.join(columns)}", *said], part)
 
 
@@ -266,8 +266,8 @@ STREAMING: dict[str, Callable[[dict], str]] = {
 def streaming(parts: Sequence[Comparison], gallery: Gallery) -> Section:
     """Texts longer than the window."""
     text = (
-        "A text longer than the window is read token by token. The recomputed perplexity is that of a plain cache that "
-        "is filled anew with the window's text; a ratio of 1 means that streaming costs nothing."
+        "A text longer than the window, each token predicted through a window of its own. The recomputed perplexity is that "
+        "of fresh passes over as much text; a ratio of 1 means that streaming costs nothing."
     )
     pictures = [picture for part in parts if (picture := _streaming_picture(part, gallery))]
     tables = [_table("Streaming", part, STREAMING) for part in parts]

@@ -42,6 +42,12 @@ def test_a_line_through_steps_gives_slope_intercept_and_break_even():
     assert other.bandwidth == pytest.approx(8 / 0.002)
 
 
+def test_a_machine_that_slows_down_between_contexts_does_not_tilt_the_line():
+    steps = [("dynamic", 100, 2.0, 1.0), ("dynamic", 200, 6.0, 2.0), ("x", 100, 2.2, 1.0), ("x", 200, 4.8, 2.0)]
+    plain, other = latency.fit([latency.Timing(n, c, 1, itl, 0.0, c * 8, 0.0, anchor) for n, c, itl, anchor in steps])
+    assert plain.slope_ratio == 1.0 and other.slope_ratio == pytest.approx(0.2)
+
+
 def test_wrong_logits_are_refused(monkeypatch):
     model = ours()
     exact = plain_states(model, text(1, 40))
