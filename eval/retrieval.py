@@ -248,7 +248,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(session: Session, args: argparse.Namespace) -> list[Record]:
-    """Run the suite and print it; quick asks for one needle, at the shortest length, twice for each depth."""
+    """Run the suite and print it; quick asks for one needle, at the shortest length, once for each depth."""
     lengths, keys = ([int(x) for x in text.split(",")] for text in (args.lengths, args.keys))
     depths, samples = [float(x) for x in args.depths.split(",")], args.samples
     if session.quick:

@@ -163,7 +163,7 @@ def test_every_suite_has_a_section_and_every_number_an_origin(full):
 def test_pictures_lie_beside_the_page(full):
     folder, page, _, _ = full
     pictures = sorted(path.name for path in folder.glob("*.png"))
-    for stem in ("bytes-100", "time-100", "position-100", "needles-512", "streaming", "latency-1"):
+    for stem in ("bytes-100", "time-100", "position-100", "needles-1-512", "streaming", "latency-1"):
         assert f"1-org-tiny-float32-{stem}.png" in pictures
     assert len(pictures) == page.count("<figure>")
     assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
