@@ -130,7 +130,7 @@ def measure(
         logits = model(token, **cache_kwarg(cache)).logits[:, -1].float()
         expected = logits if expected is None else expected
         alive[name], worst[name] = cache, (logits - expected).abs().max().item()
-        _check(name, worst[name], context)
+        _check(name, worst[name], context, model.dtype)
     alive[ANCHOR] = DynamicCache(config=model.config)
     fill(alive[ANCHOR], exact, ANCHOR_CONTEXT, batch)
     steps: dict[str, list[float]] = {name: [] for name in alive}
@@ -153,11 +153,13 @@ def _timed(model, ids: torch.Tensor, cache: Cache) -> float:
     return time.perf_counter() - start
 
 
-def _check(name: str, difference: float, context: int) -> None:
+def _check(name: str, difference: float, context: int, dtype: torch.dtype) -> None:
     kind = name.split(":")[0].split("/")[0]
     if kind == "window":
         return  # sees another text by design: `eval quality` says what that costs
-    allowed = EXACT if kind in ("dynamic", "static", "paged", "offloaded") else LOSSY
+    # In half precision the built-in caches are as far from each other: sums in another order round differently.
+    exact = kind in ("dynamic", "static", "paged", "offloaded") and dtype == torch.float32
+    allowed = EXACT if exact else LOSSY
     if kind == "int2" or kind.startswith("hf-"):
         allowed = VERY_LOSSY
     if not difference <= allowed:

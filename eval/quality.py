@@ -263,7 +263,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """The suite's own arguments."""
     parser.add_argument("--lengths", default="1024,4096,8192", help="tokens of a window, comma-separated")
     parser.add_argument("--steps", type=int, default=32, help="decode steps scored at the end of a window")
-    parser.add_argument("--windows", default="6,3,2", help="windows of each length")
+    parser.add_argument("--windows", default="6,2,1", help="windows of each length")
 
 
 def main(session: Session, args: argparse.Namespace) -> None:
