@@ -42,9 +42,10 @@ from . import caches, models, plots, quality
 from .records import Record
 from .session import Session
 
-# Largest difference of a logit before timings are refused. On the demo model int2 is off by up to 13 and the built-in fp8
-# by 2, honestly; a cache that reads the wrong blocks is off by more than the last, and so is anything that is not a number.
-EXACT, LOSSY, VERY_LOSSY = 1e-3, 2.0, 25.0
+# Largest difference of a logit before timings are refused. On the demo model, whose text is repeated here, int4 is off by up to
+# 3.5, int2 by 13 and the built-in int4 by 7, honestly (plain torch on the same codes is as far off); a cache that reads the
+# wrong blocks is off by more than the last, and so is anything that is not a number.
+EXACT, LOSSY, VERY_LOSSY = 1e-3, 8.0, 25.0
 BANDWIDTH_BYTES = 1 << 30
 ANCHOR, ANCHOR_CONTEXT = "anchor", 128
 
