@@ -18,12 +18,6 @@ from . import latency, models, quality, report, retrieval, streaming
 from .session import Session
 
 SUITES = {"quality": quality, "retrieval": retrieval, "streaming": streaming, "latency": latency}
-HELP = {
-    "quality": "divergence and perplexity against the plain cache, scored one decode step at a time",
-    "retrieval": "needles in a haystack, by length and depth",
-    "streaming": "perplexity of a long text under a window, with and without sinks",
-    "latency": "decode latency against context length, beside the built-in caches",
-}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -33,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, suite in SUITES.items():
-        command = commands.add_parser(name, help=HELP[name], parents=[_common()])
+        command = commands.add_parser(name, help=suite.__doc__.splitlines()[0], parents=[_common()])
         suite.configure(command)
     commands.add_parser("all", help="every suite in turn, then the report", parents=[_common()])
     report.configure(commands.add_parser("report", help="one page of the results of any number of runs"))

@@ -11,10 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hf_kvcache import named
+
 from .quality import NOISE, NOISE_LIMIT, RECHUNKED
 from .records import Record
 
-LOSSLESS = ("dynamic", "static", "paged", "offloaded")  # kinds that have nothing to compress
 ALIKE = ("device", "threads", "attention", "commit", "hf_kvcache", "torch", "transformers")
 
 
@@ -139,8 +140,7 @@ def warnings(part: Comparison) -> list[str]:
 
 def _idle(record: Record) -> bool:
     """Whether a lossy cache was measured before it lost anything."""
-    kind = record.cache.split("/")[0].split(":")[0]
-    return record.metrics.get("compressed") == 0 and kind not in LOSSLESS
+    return record.metrics.get("compressed") == 0 and not named.is_exact(record.cache)
 
 
 @dataclass(frozen=True)

@@ -80,23 +80,6 @@ def bars(rows: list[dict], path: Path) -> Path:
     return path
 
 
-def latency(records: list, path: Path) -> Path:
-    """Decode step against context length, one line per cache (records of the first batch size); returns `path`."""
-    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
-    batch = records[0].protocol["batch"]
-    for record in records:
-        if record.protocol["batch"] == batch:
-            points, name = record.metrics["timings"], record.cache
-            style = "--" if name in ("dynamic", "static") or name.startswith("hf-") else "-"
-            axis.plot([t["context"] for t in points], [t["itl"] * 1e3 for t in points], style, marker="o", label=name)
-    axis.set(xlabel="context, tokens", ylabel="decode step, ms", title=f"batch {batch}", ylim=(0, None))
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return path
-
-
 def styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     """A colour and a marker per cache, the same in every figure; built-in caches are grey."""
     built_in = [name for name in names if name.split("/")[0] in ("dynamic", "static") or name.startswith("hf-")]

@@ -28,17 +28,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from hf_kvcache import KVCache, cache_kwarg, named
 
-from . import caches, models
+from . import caches, contexts, models
+from .contexts import prefill, states
 from .records import Record
 from .session import Session
 
 RECHUNKED, CHUNK = "dynamic/rechunked", 192  # the control, and the chunks its context is prefilled in
 NOISE_LIMIT = 1e-5  # of the control, in float32
-EXACT = ("paged", "offloaded")
 KNOWN_BAD, BAD_AT_LEAST = "int2/residual=0/block_size=128", 1e-3
 BUCKETS = 4  # of decode steps, in which growth of the error shows
 
@@ -105,7 +105,7 @@ class Reference:
 
     ids: torch.Tensor
     context: int
-    states: list[tuple[torch.Tensor, torch.Tensor]] | None
+    states: contexts.States | None
     plain_bytes: int
     log_probs: torch.Tensor
     greedy: torch.Tensor
@@ -134,25 +134,17 @@ def windows(tokenizer, texts: Iterable[str], count: int, length: int) -> torch.T
 def reference(model, ids: torch.Tensor, steps: int) -> Reference:
     """The plain cache's answers for `steps` decode steps at the end of every window."""
     context = ids.shape[1] - steps - 1
-    cache = DynamicCache(config=model.config)
-    model(ids[:, :context], **cache_kwarg(cache), logits_to_keep=1)
-    # A window of the model's own keeps a part only, and a linear layer none: such models prefill every cache themselves.
-    whole = all(type(layer) is DynamicLayer for layer in cache.layers)
-    states = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers] if whole else None
+    cache = prefill(model, ids[:, :context], DynamicCache(config=model.config))
+    exact = states(cache)
+    exact = exact and [(k.clone(), v.clone()) for k, v in exact]  # the cache goes on
     plain_bytes = caches.stored_bytes(cache)
     log_probs, greedy = _decode(model, ids, context, _twice(cache, len(ids)))
-    return Reference(ids, context, states, plain_bytes, log_probs, greedy)
+    return Reference(ids, context, exact, plain_bytes, log_probs, greedy)
 
 
-@torch.inference_mode()
 def write(model, ref: Reference, cache: Cache) -> Cache:
     """The context of every window through `cache`, twice: a row for the text and a row for greedy generation."""
-    if ref.states is None:
-        model(ref.ids[:, : ref.context].repeat(2, 1), **cache_kwarg(cache), logits_to_keep=1)
-    else:
-        for layer, pair in enumerate(ref.states):
-            cache.update(*(x.repeat(2, 1, 1, 1) for x in pair), layer)
-    return cache
+    return contexts.write(model, ref.ids[:, : ref.context], ref.states, cache, copies=2)
 
 
 @torch.inference_mode()
@@ -287,7 +279,7 @@ def run(session: Session, plan: list[tuple[int, int]], steps: int) -> list[Recor
         bar = progress.add_task("quality", total=len(plan) * len(session.caches) + 2)
         for number, (length, count) in enumerate(plan):
             ids = windows(session.tokenizer, texts.values(), count, length)
-            mine = torch.stack(session.share(list(ids)))
+            mine = torch.stack(session.share(list(ids))).to(session.model.device)
             ref = functools.cache(lambda mine=mine: reference(session.model, mine, steps))
             controls = [RECHUNKED, KNOWN_BAD] if number == 0 else []
             for name in dict.fromkeys([*controls, *session.caches]):
@@ -312,7 +304,7 @@ def rechunked(model, ref: Reference) -> DynamicCache:
     """The plain cache, its context prefilled in chunks: it differs by float noise."""
     cache = DynamicCache(config=model.config)
     for chunk in ref.ids[:, : ref.context].split(CHUNK, dim=1):
-        model(chunk, **cache_kwarg(cache), logits_to_keep=1)
+        prefill(model, chunk, cache)
     return _twice(cache, len(ref.ids))
 
 
@@ -356,11 +348,7 @@ def show(records: list[Record], console: Console) -> None:
             table.add_row(row.cache, *_cells(row.metrics))
         console.print(table)
         for row in rows:
-            if (
-                row.metrics["compressed"] == 0
-                and row.metrics["kl_mean"] < NOISE
-                and row.cache.split(":")[0].split("/")[0] not in EXACT
-            ):
+            if row.metrics["compressed"] == 0 and row.metrics["kl_mean"] < NOISE and not named.is_exact(row.cache):
                 console.print(f"[yellow]{row.cache} compressed nothing at {context} tokens: its loss is not measured.")
 
 

@@ -23,16 +23,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from hf_kvcache import KVCache, cache_kwarg, named
 
 from . import models
+from .contexts import exact, write
 from .records import Record
 from .session import Session
-
-States = list[tuple[torch.Tensor, torch.Tensor]]
 
 DIGITS = 6
 NEW_TOKENS = DIGITS + 2  # a space, the digits, and one to spare
@@ -115,30 +113,6 @@ def haystack_texts(kind: str) -> list[str]:
 
 
 @torch.inference_mode()
-def states(model, context: Sequence[int]) -> States | None:
-    """Exact keys and values of a context, per layer; None for a model with windows or states of its own, of which a plain
-    cache keeps the end only."""
-    cache = DynamicCache(config=model.config)
-    if not all(type(layer) is DynamicLayer for layer in cache.layers):
-        return None
-    _prefill(model, context, cache)
-    return [(layer.keys, layer.values) for layer in cache.layers]
-
-
-@torch.inference_mode()
-def write(model, context: Sequence[int], exact: States | None, cache: Cache) -> None:
-    """Write a context through `cache`: its exact keys and values, or, where there are none, in a pass of the model."""
-    if exact is None:
-        _prefill(model, context, cache)
-    for layer, (k, v) in enumerate(exact or ()):
-        cache.update(k, v, layer)
-
-
-def _prefill(model, context: Sequence[int], cache: Cache) -> None:
-    model(torch.tensor([context], device=model.device), **cache_kwarg(cache), logits_to_keep=1)
-
-
-@torch.inference_mode()
 def answer(model, tokenizer, cache: Cache, question: Sequence[int]) -> str:
     """The greedy answer on top of what `cache` holds; ends as soon as it has the digits of a code."""
     ids, new = torch.tensor([question], device=model.device), []
@@ -153,10 +127,10 @@ def answer(model, tokenizer, cache: Cache, question: Sequence[int]) -> str:
 
 def ask(model, tokenizer, question: Sample, factories: Iterable[Callable], tick: Callable[[], None] = lambda: None):
     """`[(answer, compressed share)]` of one sample through a new cache of every factory."""
-    exact, results = states(model, question.context), []
+    context, results = torch.tensor([question.context]), []
+    held = exact(model, context)
     for make_cache in factories:
-        cache = make_cache(model.config)
-        write(model, question.context, exact, cache)
+        cache = write(model, context, held, make_cache(model.config))
         share = cache.stats()["compressed"] if isinstance(cache, KVCache) else None
         results.append((answer(model, tokenizer, cache, question.question), share))
         tick()

@@ -8,79 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from .errors import IntegrityError
+from .plans import Actions, AppendPlan, RowPlan
 from .pool import BlockPool, Demand, GroupStore, PageStore
-
-
-@dataclass
-class AppendPlan:
-    """What one forward pass appends, for every layer of a group to carry out. All arrays are int32.
-
-    Attributes:
-        counts: `[rows]` new tokens per row.
-        copies: `[2, n]` open pages to copy before they are written, sources then targets: copy-on-write.
-        writes: `[n, 5]` row, first new token, number, open page, first slot.
-        encode_ids, encode_places: whole blocks stored straight from the input: `[n]` sealed page; `[n, 2]` row, first
-            token.
-        cold_ids, cold_places: the same for blocks that go straight to the slower tier.
-        seals: `[2, n]` open pages, sealed pages.
-        demotes: `[2, n]` sealed pages, cold pages.
-        complete: whether storage holds every new token exactly; else only this forward's input does.
-    """
-
-    counts: np.ndarray
-    copies: np.ndarray
-    writes: np.ndarray
-    encode_ids: np.ndarray
-    encode_places: np.ndarray
-    cold_ids: np.ndarray
-    cold_places: np.ndarray
-    seals: np.ndarray
-    demotes: np.ndarray
-    complete: bool
-
-
-@dataclass
-class _RowPlan:
-    """Blocks that one row's append makes. `fill` tokens go to the last open page (or `lost` are dropped with it); the
-    rest is whole blocks, of which `skip_from:skip_to` are not stored, then `tail` tokens. Of the stored blocks the
-    first `direct` are sealed at once, the first `cold` of those in the slower tier; `seal` open entries are sealed,
-    `demote` sealed entries become cold. With `forget`, the entries behind the sinks are dropped first."""
-
-    count: int
-    fill: int = 0
-    lost: int = 0
-    forget: bool = False
-    copy: bool = False
-    skip_from: int = 0
-    skip_to: int = 0
-    blocks: int = 0
-    tail: int = 0
-    direct: int = 0
-    cold: int = 0
-    seal: int = 0
-    demote: int = 0
-
-    @property
-    def stored(self) -> int:
-        return self.blocks - (self.skip_to - self.skip_from)
-
-
-@dataclass
-class _Actions:
-    """The lists an `AppendPlan` is made of, while rows add to them."""
-
-    copies: list = field(default_factory=list)
-    writes: list = field(default_factory=list)
-    encodes: list = field(default_factory=list)
-    colds: list = field(default_factory=list)
-    seals: list = field(default_factory=list)
-    demotes: list = field(default_factory=list)
-
 
 ROW_ARRAYS = ("ids", "first", "n_cold", "n_sealed", "n_entries", "length", "gap")
 
@@ -136,7 +69,7 @@ class BlockTable:
 
     # ---- appending ------------------------------------------------------------------------------------------------
 
-    def prepare(self, rows: int, counts: np.ndarray, *, keep_new: bool) -> tuple[list[_RowPlan], Demand]:
+    def prepare(self, rows: int, counts: np.ndarray, *, keep_new: bool) -> tuple[list[RowPlan], Demand]:
         """Work out an append of `counts` tokens, without entering anything.
 
         `keep_new` stores every new token even where the window has already moved past it, so that this forward's
@@ -155,7 +88,7 @@ class BlockTable:
             sealed_freed=sum(count == self.group.sealed.refs[page] for page, count in old.items()),
         )
 
-    def _moving(self, plans: list[_RowPlan]) -> tuple[Counter, Counter, int]:
+    def _moving(self, plans: list[RowPlan]) -> tuple[Counter, Counter, int]:
         """Pages that leave their store, and in how many rows: open ones to be sealed, sealed ones to become cold; and how
         many blocks become cold in all. A block that rows share is sealed, and moved, once for all of them."""
         opened, old, fresh = Counter(), Counter(), set()
@@ -170,13 +103,13 @@ class BlockTable:
             fresh.update(ids[max(cold, sealed) : stop])
         return opened, old, len(old) + len(fresh)
 
-    def _plan_row(self, r: int, count: int, keep_new: bool) -> _RowPlan:
+    def _plan_row(self, r: int, count: int, keep_new: bool) -> RowPlan:
         if count == 0:
-            return _RowPlan(0)
+            return RowPlan(0)
         size, n, sealed = self.group.block_size, int(self.n_entries[r]), int(self.n_sealed[r])
         kept = int(self.first[r, n])
         used = kept - int(self.first[r, n - 1]) if n > sealed else size
-        plan = _RowPlan(count, fill=min(count, size - used))
+        plan = RowPlan(count, fill=min(count, size - used))
         plan.blocks, plan.tail = divmod(count - plan.fill, size)
         if self.window is not None and not keep_new:
             self._plan_skip(plan, int(self.length[r]))
@@ -190,7 +123,7 @@ class BlockTable:
         self._plan_sealing(plan, r, n, sealed, after)
         return plan
 
-    def _plan_sealing(self, plan: _RowPlan, r: int, n: int, sealed: int, after: int) -> None:
+    def _plan_sealing(self, plan: RowPlan, r: int, n: int, sealed: int, after: int) -> None:
         """Oldest first: open entries that are full and old enough, then new blocks straight away; likewise the cold."""
         size = self.group.block_size
         start = int(self.first[r, n]) + plan.fill  # where the new blocks begin
@@ -205,18 +138,18 @@ class BlockTable:
             if plan.demote == len(warm):
                 plan.cold = max(0, min(plan.direct, (after - self.resident - start) // size))
 
-    def _plan_skip(self, plan: _RowPlan, length: int) -> None:
+    def _plan_skip(self, plan: RowPlan, length: int) -> None:
         """New blocks that neither the next query nor the sinks need."""
         size, start = self.group.block_size, length + plan.fill
         needed = length + plan.count + 1 - self.window - self.slack
         plan.skip_from = min(plan.blocks, max(0, -(-(self.sinks - start) // size)))
         plan.skip_to = max(plan.skip_from, min(plan.blocks, (needed - start) // size))
 
-    def commit(self, plans: list[_RowPlan], pages: tuple[list[int], list[int], list[int]]) -> AppendPlan:
+    def commit(self, plans: list[RowPlan], pages: tuple[list[int], list[int], list[int]]) -> AppendPlan:
         """Enter the planned blocks into the tables, using up `pages`, and say what each layer has to do."""
         self._remember(plans)
         opened, sealed, cold = (iter(ids) for ids in pages)
-        actions = _Actions()
+        actions = Actions()
         for r, plan in enumerate(plans):
             if plan.count:
                 self._append_row(r, plan, opened, sealed, cold, actions)
@@ -239,7 +172,7 @@ class BlockTable:
             ),
         )
 
-    def _append_row(self, r: int, plan: _RowPlan, opened, sealed, cold, actions: _Actions) -> None:
+    def _append_row(self, r: int, plan: RowPlan, opened, sealed, cold, actions: Actions) -> None:
         size = self.group.block_size
         if plan.forget:
             self._drop_entries(r, self._sink_entries(r), int(self.n_entries[r]))
@@ -288,14 +221,14 @@ class BlockTable:
         self.first[r, n + 1] = self.first[r, n] + count
         self.n_entries[r] = n + 1
 
-    def _seal_entries(self, r: int, count: int, sealed, actions: _Actions) -> None:
+    def _seal_entries(self, r: int, count: int, sealed, actions: Actions) -> None:
         for e in range(int(self.n_sealed[r]), int(self.n_sealed[r]) + count):
             if not self.group.lossless:
                 self._move(r, e, self.group.open, self.group.sealed, sealed, actions.seals)
         self.n_sealed[r] += count
         self.tokens_sealed += count * self.group.block_size
 
-    def _demote_entries(self, r: int, count: int, cold, actions: _Actions) -> None:
+    def _demote_entries(self, r: int, count: int, cold, actions: Actions) -> None:
         for e in range(int(self.n_cold[r]), int(self.n_cold[r]) + count):
             self._move(r, e, self.group.sealed, self.group.cold, cold, actions.demotes)
         self.n_cold[r] += count
@@ -319,7 +252,7 @@ class BlockTable:
             self.ids = np.concatenate([self.ids, np.zeros((rows, wider - width), np.int32)], axis=1)
             self.first = np.concatenate([self.first, np.zeros((rows, wider - width), np.int32)], axis=1)
 
-    def _remember(self, plans: list[_RowPlan]) -> None:
+    def _remember(self, plans: list[RowPlan]) -> None:
         """Keep what a `commit` of `plans` changes: the numbers of each row, and the entries from the first one on that may
         be sealed, moved or written (all of them where a row forgets its window)."""
         first = self.n_sealed if self.resident is None else self.n_cold

@@ -337,23 +337,9 @@ class KVCache(Cache):
             "blocks_cold": sum(int(t.n_cold.sum()) for t in tables),
             "tokens_sealed": sum(t.tokens_sealed for t in tables),
             "positions_dropped": sum(int(t.gap.sum()) for t in tables),
-            "compressed": self._compressed(),
+            "compressed": memory.compressed(self.storage),
             "materialisations": self.storage.materialisations,
         }
-
-    def _compressed(self) -> float:
-        written = changed = 0
-        for group in self.storage.groups:
-            table, rule, layers = group.table, group.retention, len(group.store.open.pages)
-            passed = np.zeros_like(table.length)
-            if rule.window is not None and not rule.native:
-                passed = np.maximum(0, table.length - rule.window - rule.sinks)
-            if not group.store.lossless:
-                coded = np.take_along_axis(table.first, table.n_sealed[:, None], axis=1)[:, 0]
-                passed = np.maximum(passed, table.gap + coded)
-            written += layers * int(table.length.sum())
-            changed += layers * int(passed.sum())
-        return changed / written if written else 0.0
 
     def check_integrity(self) -> None:
         """Recount blocks and references of the whole pool; raises `IntegrityError`. For tests and debugging."""
@@ -503,14 +489,3 @@ def _keyword() -> str:
 
 
 _KEYWORD = _keyword()
-
-
-__all__ = [
-    "KVCache",
-    "MemoryReport",
-    "OffloadedCache",
-    "PagedCache",
-    "QuantizedCache",
-    "SlidingWindowCache",
-    "cache_kwarg",
-]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from .blocks import AppendPlan
 from .codecs import Geometry
 from .errors import CacheInputError, CacheStateError, UnsupportedError
 from .kernels import dispatch, reference
@@ -22,6 +21,7 @@ from .kernels.base import Pages, Rotation, View
 from .kernels.merge import merge, with_sink_logits
 from .kernels.prefill import causal, prefill
 from .passes import LayerGroup, Step, Stored, newest_angles
+from .plans import AppendPlan
 from .spec import LayerSpec
 
 if TYPE_CHECKING:

@@ -55,6 +55,23 @@ def report(storage: Storage, state_bytes: int) -> MemoryReport:
     )
 
 
+def compressed(storage: Storage) -> float:
+    """The share of what was written, over positions and layers, that a query no longer reads as it was: it is held in a lossy
+    code, or a window has passed it (even where a block still holds it)."""
+    written = changed = 0
+    for group in storage.groups:
+        table, rule, layers = group.table, group.retention, len(group.store.open.pages)
+        passed = np.zeros_like(table.length)
+        if rule.window is not None and not rule.native:
+            passed = np.maximum(0, table.length - rule.window - rule.sinks)
+        if not group.store.lossless:
+            coded = np.take_along_axis(table.first, table.n_sealed[:, None], axis=1)[:, 0]
+            passed = np.maximum(passed, table.gap + coded)
+        written += layers * int(table.length.sum())
+        changed += layers * int(passed.sum())
+    return changed / written if written else 0.0
+
+
 def _distinct_tokens(table: BlockTable) -> int:
     """Positions stored in the table's blocks, a block that several rows share counted once."""
     counts: dict[tuple[int, int], int] = {}

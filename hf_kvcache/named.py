@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from .cache import OffloadedCache, PagedCache, QuantizedCache, SlidingWindowCache
 from .codecs import CODECS
 
+EXACT = ("dynamic", "static", "paged", "offloaded")  # kinds that give back what they were given
 BUILT_IN = ("dynamic", "static", "hf-fp8", "hf-hqq4", "hf-quanto4")
 DEFAULT = ("paged", "window:1024+4", "int8", "int4", "int2", "fp8", "offloaded:1024")
 
@@ -77,9 +78,20 @@ def _numbers(text: str) -> list[int]:
     return [number for ends in ranges for number in range(ends[0], ends[-1] + 1)]
 
 
+def kind_of(name: str) -> str:
+    """`window` of `window:1024+4/block_size=32`."""
+    return name.split("/")[0].split(":")[0]
+
+
+def is_exact(name: str) -> bool:
+    """Whether a cache gives back what it was given, whatever the length. (A codec of its own in some layer undoes that.)"""
+    codecs = {option.split("=")[0] for option in name.split("/")[1:]} & CODECS.keys() - {"native"}
+    return kind_of(name) in EXACT and not codecs
+
+
 def is_available(name: str) -> bool:
     """Whether the packages and the transformers release that a built-in cache needs are here."""
-    kind = name.split(":")[0]
+    kind = kind_of(name)
     if kind == "hf-fp8":
         return hasattr(cache_utils, "Fp8QuantizedLayer")
     package = {"hf-hqq4": "hqq", "hf-quanto4": "optimum.quanto"}.get(kind)

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .blocks import AppendPlan, BlockTable
+from .blocks import BlockTable
 from .kernels import dispatch
 from .kernels.base import Rotation, View
+from .plans import AppendPlan
 from .pool import BlockPool, GroupStore
 from .retention import Retention
 from .tiers import Tier

@@ -27,6 +27,20 @@ def ours(name: str = "llama", dtype: torch.dtype = torch.float32, **changes) -> 
     return hf_kvcache.enable(build(name, dtype, **changes))
 
 
+def generate(model, ids: torch.Tensor, cache, new: int) -> list[list[int]]:
+    """`new` greedy tokens of every row of `ids`, after them."""
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        **cache_kwarg(cache),
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return out[:, ids.shape[1] :].tolist()
+
+
 def positions(mask: torch.Tensor) -> torch.Tensor:
     """Position ids as generate() makes them from a padding mask."""
     return (mask.cumsum(1) - 1).clamp(min=0)

@@ -10,9 +10,11 @@ import torch
 from transformers import DynamicCache
 
 from eval import models, quality
-from hf_kvcache import OffloadedCache, PagedCache, QuantizedCache, SlidingWindowCache, cache_kwarg
-from hf_kvcache.kernels import cpu
+from hf_kvcache import OffloadedCache, PagedCache, QuantizedCache, SlidingWindowCache
+from hf_kvcache.kernels import dispatch
 from hf_kvcache.named import cache_factory, is_available
+
+from .forcing import generate
 
 pytestmark = [pytest.mark.demo, pytest.mark.slow]
 
@@ -31,22 +33,10 @@ def reference() -> quality.Reference:
 
 
 @functools.cache
-def plain_tokens() -> tuple[torch.Tensor, list[int]]:
+def plain_tokens() -> tuple[torch.Tensor, list[list[int]]]:
     model, tokenizer = demo_model()
     prompt = quality.windows(tokenizer, list(models.texts().values())[:1], 1, 1500)
-    return prompt, generate(model, prompt, DynamicCache(config=model.config))
-
-
-def generate(model, prompt: torch.Tensor, cache) -> list[int]:
-    out = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        **cache_kwarg(cache),
-        max_new_tokens=256,
-        min_new_tokens=256,
-        do_sample=False,
-    )
-    return out[0, prompt.shape[1] :].tolist()
+    return prompt, generate(model, prompt, DynamicCache(config=model.config), 256)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +48,7 @@ def test_256_greedy_tokens_after_1500_equal_the_built_in_caches(make):
     model, _ = demo_model()
     prompt, expected = plain_tokens()
     cache = make(model.config)
-    assert generate(model, prompt, cache) == expected
+    assert generate(model, prompt, cache, 256) == expected
     assert cache.stats()["materialisations"] == 0
     cache.check_integrity()
 
@@ -91,14 +81,13 @@ def test_loss_beside_the_built_in_quantised_caches():
 
 
 @pytest.mark.parametrize("bits", (8, 4))
-def test_integer_products_diverge_by_less_than_a_fifth_of_what_the_codec_does(bits, monkeypatch):
+def test_integer_products_diverge_by_less_than_a_fifth_of_what_the_codec_does(bits):
     """The CPU kernels round queries and probabilities; `reference` meets the same codes with floats."""
     model, _ = demo_model()
     make = cache_factory(f"int{bits}/residual=0")
     plain = quality.reference(model, reference().ids[:2, : 512 + 8 + 1], steps=8)
     codec = quality.divergence(model, plain, make).kl_mean
-    with monkeypatch.context() as without_kernels:
-        without_kernels.setattr(cpu, "supports", lambda *arguments: False)
+    with dispatch.plain_torch():
         cache = quality.write(model, plain, make(model.config))
         floats = dataclasses.replace(plain, log_probs=quality.predictions(model, plain, cache)[0])
     with_kernels = quality.predictions(model, plain, quality.write(model, plain, make(model.config)))[0]

@@ -20,10 +20,10 @@ from eval import latency, models, quality
 from eval.records import Record, load
 from eval.session import Session
 from hf_kvcache import KVCache, Window, cache_kwarg, named
-from hf_kvcache.kernels import dispatch
+from hf_kvcache.kernels import cpu, dispatch
 
 from .architectures import VOCABULARY, build
-from .forcing import ours, text
+from .forcing import generate, ours, text
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,6 +55,17 @@ def test_wrong_logits_are_refused(monkeypatch):
     monkeypatch.setitem(named.KINDS, "paged", lambda config, argument: forgetful(config))
     with pytest.raises(latency.RefusedError, match="paged at 40 tokens"):
         latency.measure(model, exact, ["dynamic", "paged"], 40, 1, 2)
+
+
+@pytest.mark.skipif(cpu.load() is None, reason=cpu.status())
+@pytest.mark.parametrize("name", ["paged", "int2/residual=0", "window:24+2"])
+def test_a_kernel_that_reads_pages_wrongly_is_refused_behind_any_loss_of_the_codec(name, monkeypatch):
+    model, decode = ours(), cpu.decode
+    exact = plain_states(model, text(1, 40))
+    latency.measure(model, exact, ["dynamic", name], 128, 1, 2)
+    monkeypatch.setattr(cpu, "decode", lambda *arguments: (decode(*arguments)[0] * 1.1, decode(*arguments)[1]))
+    with pytest.raises(latency.RefusedError, match="plain torch reads in the same pages"):
+        latency.measure(model, exact, ["dynamic", name], 128, 1, 2)
 
 
 def test_every_kind_of_cache_is_measured_on_the_same_shapes():
@@ -143,17 +154,7 @@ def test_what_the_plain_cache_generates_is_where_greedy_tokens_part():
     model, ref = faultless("llama")
     cache = quality.write(model, ref, named.cache_factory("int2/residual=0/block_size=16")(model.config))
     _, choices = quality.predictions(model, ref, cache)
-    free = [
-        model.generate(
-            ref.ids[row : row + 1, : ref.context + 1],
-            **cache_kwarg(DynamicCache(config=model.config)),
-            max_new_tokens=12,
-            min_new_tokens=12,
-            do_sample=False,
-            pad_token_id=0,
-        )[0, ref.context + 1 :].tolist()
-        for row in range(3)
-    ]
+    free = generate(model, ref.ids[:, : ref.context + 1], DynamicCache(config=model.config), 12)
     assert ref.greedy.tolist() == free
     firsts = sorted((choices != ref.greedy).int().argmax(-1).tolist())
     assert bad.first_difference == firsts[1]

@@ -143,7 +143,7 @@ def test_a_context_written_to_the_wrong_layer_shows(monkeypatch):
 def test_models_of_which_a_plain_cache_keeps_a_part_only_write_every_context_themselves(name):
     model = ours(name)
     one = question(model, 0)
-    assert retrieval.states(model, one.context) is None
+    assert retrieval.exact(model, torch.tensor([one.context])) is None
     ((said, share),) = retrieval.ask(model, Characters(), one, [named.cache_factory("paged")])
     assert said == one.code and share == 0.0
 
@@ -175,7 +175,7 @@ def test_a_record_for_each_cache_length_and_number_of_keys(tmp_path, monkeypatch
     names = ["dynamic", "paged", "window:64+2"]
     assert points == [(name, keys, n) for keys, n in ((1, 300), (1, 500), (2, 300)) for name in names]
     assert all(r.metrics["n"] == 2 and r.protocol["haystack"] == "prose" for r in records)
-    monkeypatch.setattr(retrieval, "states", lambda *args: pytest.fail("measured again"))
+    monkeypatch.setattr(retrieval, "exact", lambda *args: pytest.fail("measured again"))
     assert retrieval.run(here, **asked) == records
 
 

@@ -7,9 +7,11 @@ import threading
 import pytest
 import torch
 
-from hf_kvcache import BlockPool, PagedCache, cache_kwarg, named
+from hf_kvcache import BlockPool, PagedCache, named
 
-from .forcing import ours, text
+from .forcing import generate, ours, text
+
+NEW = 40
 
 
 @pytest.fixture
@@ -18,19 +20,6 @@ def two_torch_threads():
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
-
-
-def generate(model, ids, cache) -> list[list[int]]:
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        **cache_kwarg(cache),
-        max_new_tokens=40,
-        min_new_tokens=40,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    return out.tolist()
 
 
 def at_once(*jobs) -> list:
@@ -54,7 +43,7 @@ def test_two_models_in_two_threads_give_what_they_give_alone(two_torch_threads, 
     models = [ours("llama"), ours("gemma2")]
     jobs = [
         # Long enough that the kernels wake other threads.
-        lambda m=model, n=name, s=seed: generate(m, text(2, 600, seed=s), named.cache_factory(n)(m.config))
+        lambda m=model, n=name, s=seed: generate(m, text(2, 600, seed=s), named.cache_factory(n)(m.config), NEW)
         for seed, (model, name) in enumerate(zip(models, names, strict=True))
     ]
     alone = [job() for job in jobs]
@@ -66,8 +55,9 @@ def test_two_threads_share_a_pool(two_torch_threads):
     model = ours()
     pool = BlockPool(model.config)
     texts = [text(1, 300, seed=s) for s in range(2)]
-    alone = [generate(model, ids, PagedCache(model.config)) for ids in texts]
+    alone = [generate(model, ids, PagedCache(model.config), NEW) for ids in texts]
     assert (
-        at_once(*[lambda ids=ids: generate(model, ids, PagedCache(model.config, pool=pool)) for ids in texts]) == alone
+        at_once(*[lambda ids=ids: generate(model, ids, PagedCache(model.config, pool=pool), NEW) for ids in texts])
+        == alone
     )
     pool.check_integrity()

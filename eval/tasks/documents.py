@@ -46,9 +46,9 @@ def _needle(city: str, depth: float, words: int, draw: random.Random) -> dict:
 
 def contains(references: list[str], predictions: list[str]) -> float:
     """Share of predictions that contain their reference."""
-    return _metric().compute(references=references, predictions=predictions)["contains"]
+    return _metric().compute(references=references, predictions=predictions)["accuracy"]
 
 
 @functools.cache
 def _metric() -> evaluate.Metric:
-    return evaluate.load(str(HERE.parent / "metrics" / "contains"), keep_in_memory=True)
+    return evaluate.load(str(HERE.parent / "metrics" / "answer_accuracy"), keep_in_memory=True)

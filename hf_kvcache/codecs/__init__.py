@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ..errors import ConfigurationError
+from ..choices import choose
 from .affine import AffineCodec
 from .base import Codec, Geometry, PageLayout
 from .fp8 import Fp8Codec
@@ -26,12 +26,9 @@ def codec_for(choice: Codec | str | int | None) -> Codec:
     Raises:
         ConfigurationError: for anything else; the message lists the names.
     """
-    if isinstance(choice, Codec):
-        return choice
-    name = {None: "native", 8: "int8", 4: "int4", 2: "int2"}.get(choice, choice)
-    if name not in CODECS:
-        raise ConfigurationError(f"codec {choice!r} is unknown; use bits 2, 4, 8 or one of {', '.join(CODECS)}.")
-    return CODECS[name]()
+    if not isinstance(choice, Codec):
+        choice = {None: "native", 8: "int8", 4: "int4", 2: "int2"}.get(choice, choice)
+    return choose("codec", Codec, CODECS, choice, "bits 2, 4, 8")
 
 
 __all__ = ["CODECS", "AffineCodec", "Codec", "Fp8Codec", "Geometry", "NativeCodec", "PageLayout", "codec_for"]

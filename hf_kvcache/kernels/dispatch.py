@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import numpy as np
 import torch
 
@@ -11,8 +15,21 @@ from .base import Pages, View
 QUERIES = 64  # queries that a decode kernel takes over storage at once; longer inputs are a prefill
 
 
+_plain_torch = ContextVar("plain_torch", default=False)
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """The reference serves everything inside the `with` (of this thread): what kernels are checked against."""
+    token = _plain_torch.set(True)
+    try:
+        yield
+    finally:
+        _plain_torch.reset(token)
+
+
 def _native(pages: Pages) -> bool:
-    return pages.slabs[0].device.type == "cpu" and cpu.load() is not None
+    return pages.slabs[0].device.type == "cpu" and cpu.load() is not None and not _plain_torch.get()
 
 
 def decode(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import ConfigurationError
+from ..choices import choose
 from .base import Retention
 from .everything import Everything
 from .window import Window
@@ -16,14 +16,7 @@ def retention_for(choice: Retention | str | None) -> Retention:
     Raises:
         ConfigurationError: for anything else; the message lists the names.
     """
-    if isinstance(choice, Retention):
-        return choice
-    name = "everything" if choice is None else choice
-    if name not in RETENTIONS:
-        raise ConfigurationError(
-            f"retention {choice!r} is unknown; use a Window(...) or one of {', '.join(RETENTIONS)}."
-        )
-    return RETENTIONS[name]()
+    return choose("retention", Retention, RETENTIONS, "everything" if choice is None else choice, "a Window(...)")
 
 
 __all__ = ["RETENTIONS", "Everything", "Retention", "Window", "retention_for"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import ConfigurationError
+from ..choices import choose
 from .base import Tier
 from .device import DeviceTier
 from .host import HostTier
@@ -16,12 +16,7 @@ def tier_for(choice: Tier | str | None) -> Tier:
     Raises:
         ConfigurationError: for anything else; the message lists the names.
     """
-    if isinstance(choice, Tier):
-        return choice
-    name = "device" if choice is None else choice
-    if name not in TIERS:
-        raise ConfigurationError(f"tier {choice!r} is unknown; use a HostTier(...) or one of {', '.join(TIERS)}.")
-    return TIERS[name]()
+    return choose("tier", Tier, TIERS, "device" if choice is None else choice, "a HostTier(...)")
 
 
 __all__ = ["TIERS", "DeviceTier", "HostTier", "Tier", "tier_for"]
