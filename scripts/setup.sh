@@ -32,7 +32,8 @@ prepare() {
         command -v c++ g++ clang++ || :
         cat pyproject.toml setup.py "$constraints" hf_kvcache/kernels/*.cpp | cksum
     )
-    if [[ ! -e $stamp || $(<"$stamp") != "$state" ]]; then
+    # Development has everything that the demo has.
+    if ! holds "$stamp" "$state" && ! holds "$venv/.prepared-dev" "$state"; then
         # pip hides a failing compilation, after which an old library would pass for the new one.
         rm -f hf_kvcache/kernels/_cpu.so
         # First and alone: an unpinned torch may be another build, of several gigabytes.
@@ -45,6 +46,10 @@ prepare() {
     fi
 }
 
+holds() {
+    [[ -e $1 && $(<"$1") == "$2" ]]
+}
+
 make_venv() {
     local base=${PYTHON:-python3}
     "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10) and "hf_kvcache needs Python 3.10 or newer")' || return
@@ -53,7 +58,8 @@ make_venv() {
 }
 
 pip_install() {
-    "$python" -m pip install -qq --disable-pip-version-check "$@"
+    # Nothing is compiled ahead: of these packages' thousands of files, few are ever imported.
+    "$python" -m pip install -qq --disable-pip-version-check --no-compile "$@"
 }
 
 fetch_demo_files() {

@@ -7,19 +7,20 @@ A part's result is `(out, lse)`: `out` `[batch, q_len, heads, v_dim]` in float32
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 
 def merge(*parts: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """`(out, lse)` over the union of disjoint `parts`."""
-    if len(parts) == 1:
-        return parts[0]
-    lses = torch.stack([lse for _, lse in parts])
-    top = lses.amax(0)
-    weights = torch.exp(lses - torch.where(top.isneginf(), 0.0, top))  # an empty union has weights 0, not NaN
-    total = weights.sum(0)
-    out = sum(w[..., None] * o for w, (o, _) in zip(weights, parts, strict=True))
-    return out / torch.where(total > 0, total, 1.0)[..., None], top + torch.log(total)
+    return functools.reduce(_merge, parts)
+
+
+def _merge(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]):
+    lse = torch.logaddexp(a[1], b[1])
+    share = torch.exp(b[1] - torch.where(lse.isneginf(), 0.0, lse))  # an empty union has a share of 0, not NaN
+    return torch.lerp(a[0], b[0], share[..., None]), lse
 
 
 def with_sink_logits(part: tuple[torch.Tensor, torch.Tensor], s_aux: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,31 +38,70 @@ def prefill(
     if not fused:
         return reference.prefill(q, k, v, scale, window=window, sinks=sinks, turned=turned, softcap=softcap)
     n, offset = k.shape[1], k.shape[1] - q.shape[1]
-    if window is None or window >= n:
-        return _fused(q, k, v, scale, causal=offset == 0, visible=None if offset == 0 else _band(offset, n, 0, n, n, q))
-    parts = []
-    for i in range(offset, n, reference.QUERY_CHUNK):
-        j, start = min(i + reference.QUERY_CHUNK, n), max(0, i + 1 - window)
-        visible = _band(i, j, start, j, window, q)
-        parts.append(_fused(q[:, i - offset : j - offset], k[:, start:j], v[:, start:j], scale, False, visible))
-    recent = tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    sinks = min(sinks, n)
-    if not sinks:
-        return recent
-    queries = torch.arange(offset, n, device=q.device)[:, None]
-    passed = torch.arange(sinks, device=q.device) <= queries - window  # sinks that the window has left behind
-    return merge(recent, reference.attend(q if turned is None else turned, k[:, :sinks], v[:, :sinks], scale, passed))
+    window = n if window is None else min(window, n)
+    if window < n and not offset:
+        recent = _windowed(q, k, v, scale, window)
+    else:
+        start = max(0, offset + 1 - window)
+        mask = _band(offset, n, start, window, q) if offset else None
+        recent = tuple(x[0] for x in _fused(q[None], k[None, :, start:], v[None, :, start:], scale, mask))
+    if sinks and window < n:
+        _add_sinks(recent, q if turned is None else turned, k, v, scale, window, min(sinks, n))
+    return recent
 
 
-def _band(i: int, j: int, start: int, stop: int, window: int, like: torch.Tensor) -> torch.Tensor:
-    """`[j - i, stop - start]`: queries `i..j` see the keys of `start..stop` that are not newer, nor `window` older."""
-    distance = torch.arange(i, j, device=like.device)[:, None] - torch.arange(start, stop, device=like.device)
-    return (distance >= 0) & (distance < window)
+def _add_sinks(part, q, k, v, scale: float, window: int, sinks: int) -> None:
+    """Let the queries of `part` see the first `sinks` keys as well, as soon as the window has left them behind."""
+    n, m = k.shape[1], q.shape[1]
+    late = slice(max(0, window - (n - m)), m)  # before these, the window has left nothing behind
+    position = torch.arange(n - m, n, device=q.device)[late, None]
+    passed = torch.arange(sinks, device=q.device) <= position - window
+    with_sinks = merge(
+        tuple(x[late] for x in part), reference.attend(q[:, late], k[:, :sinks], v[:, :sinks], scale, passed)
+    )
+    for whole, x in zip(part, with_sinks, strict=True):
+        whole[late] = x
 
 
-def _fused(q, k, v, scale: float, causal: bool, visible: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    mask = None
-    if visible is not None:
-        mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, -torch.inf)
-    out, lse = _flash(q[None], k[None], v[None], 0.0, causal, attn_mask=mask, scale=scale)
-    return out[0].transpose(0, 1).float(), lse[0].float().T
+def _windowed(q, k, v, scale: float, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every query over its newest `window` keys, by causal attention alone: no mask, and no work that one would hide.
+
+    The tokens are cut into blocks of `window`, the first one shorter. A query sees its own block as far as itself and, of
+    the block before, what lies behind its own place in it.
+    """
+    rest = k.shape[1] % window
+    shorter = [x[None, :, :rest] for x in (q, k, v)]
+    queries, keys, values = (x[:, rest:].unflatten(1, (-1, window)).transpose(0, 1) for x in (q, k, v))
+    parts = [_fused(*shorter, scale)] if rest else []
+    parts.append(merge(_fused(queries[:1], keys[:1], values[:1], scale), _behind(queries[:1], *shorter[1:], scale)))
+    if len(queries) > 1:
+        own = _fused(queries[1:], keys[1:], values[1:], scale)
+        parts.append(merge(own, _behind(queries[1:], keys[:-1], values[:-1], scale)))
+    return tuple(torch.cat([x.flatten(0, 1) for x in tensors]) for tensors in zip(*parts, strict=True))
+
+
+def _behind(q, k, v, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries of blocks over the (perhaps fewer) keys of the blocks before, each over those that lie behind its own place:
+    causal as well once both are read backwards, less the key at that very place."""
+    batch, heads, window, _ = q.shape
+    out = q.new_zeros((batch, window, heads, v.shape[3]), dtype=torch.float32)
+    lse = q.new_full((batch, window, heads), -torch.inf, dtype=torch.float32)
+    if window > 1 and k.shape[2]:
+        q, k, v = q.flip(2)[:, :, 1:], k.flip(2)[:, :, : window - 1], v.flip(2)[:, :, : window - 1]
+        out[:, :-1], lse[:, :-1] = (x.flip(1) for x in _fused(q, k, v, scale))
+    return out, lse
+
+
+def _band(offset: int, n: int, start: int, window: int, like: torch.Tensor) -> torch.Tensor:
+    """`[n - offset, n - start]` as a mask to add: queries `offset..n` see the keys of `start..n` that are not newer, nor
+    `window` older."""
+    distance = torch.arange(offset, n, device=like.device)[:, None] - torch.arange(start, n, device=like.device)
+    hidden = (distance < 0) | (distance >= window)
+    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
+
+
+def _fused(q, k, v, scale: float, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`out` `[batch, m, q_heads, v_dim]` and `lse` `[batch, m, q_heads]` in float32, of `[batch, heads, n, dim]`; causal where
+    there is no mask, query `i` over the keys `0..i`."""
+    out, lse = _flash(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)
+    return out.transpose(1, 2).float(), lse.float().transpose(1, 2)

@@ -12,6 +12,7 @@ from hf_kvcache.kernels.prefill import causal, prefill
 CASES = {
     "causal": {},
     "window": {"window": 40},
+    "window of one": {"window": 1, "sinks": 2},
     "window longer than the text": {"window": 900},
     "window with sinks": {"window": 33, "sinks": 5},
     "sinks turned": {"window": 33, "sinks": 5, "turned": True},
