@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
-from eval import latency, models, quality
+from eval import latency, models, quality, timing
 from eval.records import Record, load
 from eval.session import Session
 from hf_kvcache import KVCache, Window, cache_kwarg, named
@@ -29,13 +29,13 @@ ROOT = Path(__file__).parents[1]
 
 
 def plain_states(model, ids):
-    return latency.states(model, ids)
+    return timing.states(model, ids)
 
 
 def test_a_line_through_steps_gives_slope_intercept_and_break_even():
     steps = [("dynamic", 100, 2.0), ("dynamic", 200, 3.0), ("x", 100, 2.2), ("x", 200, 2.4)]
-    timings = [latency.Timing(name, n, 1, itl, 0.0, n * 8, 0.0) for name, n, itl in steps]
-    plain, other = latency.fit(timings)
+    timings = [timing.Timing(name, n, 1, itl, 0.0, n * 8, 0.0) for name, n, itl in steps]
+    plain, other = timing.fit(timings)
     assert plain.slope == pytest.approx(0.01) and plain.intercept == pytest.approx(1.0) and plain.break_even is None
     assert other.slope_ratio == pytest.approx(0.2) and other.intercept_ratio == pytest.approx(2.0)
     assert other.break_even == pytest.approx(125.0)
@@ -44,7 +44,7 @@ def test_a_line_through_steps_gives_slope_intercept_and_break_even():
 
 def test_a_machine_that_slows_down_between_contexts_does_not_tilt_the_line():
     steps = [("dynamic", 100, 2.0, 1.0), ("dynamic", 200, 6.0, 2.0), ("x", 100, 2.2, 1.0), ("x", 200, 4.8, 2.0)]
-    plain, other = latency.fit([latency.Timing(n, c, 1, itl, 0.0, c * 8, 0.0, anchor) for n, c, itl, anchor in steps])
+    plain, other = timing.fit([timing.Timing(n, c, 1, itl, 0.0, c * 8, 0.0, anchor) for n, c, itl, anchor in steps])
     assert plain.slope_ratio == 1.0 and other.slope_ratio == pytest.approx(0.2)
 
 
@@ -53,8 +53,8 @@ def test_wrong_logits_are_refused(monkeypatch):
     exact = plain_states(model, text(1, 40))
     forgetful = lambda config: KVCache(config, retention=Window(4, 0))  # noqa: E731
     monkeypatch.setitem(named.KINDS, "paged", lambda config, argument: forgetful(config))
-    with pytest.raises(latency.RefusedError, match="paged at 40 tokens"):
-        latency.measure(model, exact, ["dynamic", "paged"], 40, 1, 2)
+    with pytest.raises(timing.RefusedError, match="paged at 40 tokens"):
+        timing.measure(model, exact, ["dynamic", "paged"], 40, 1, 2)
 
 
 @pytest.mark.skipif(cpu.load() is None, reason=cpu.status())
@@ -62,17 +62,17 @@ def test_wrong_logits_are_refused(monkeypatch):
 def test_a_kernel_that_reads_pages_wrongly_is_refused_behind_any_loss_of_the_codec(name, monkeypatch):
     model, decode = ours(), cpu.decode
     exact = plain_states(model, text(1, 40))
-    latency.measure(model, exact, ["dynamic", name], 128, 1, 2)
+    timing.measure(model, exact, ["dynamic", name], 128, 1, 2)
     monkeypatch.setattr(cpu, "decode", lambda *arguments: (decode(*arguments)[0] * 1.1, decode(*arguments)[1]))
-    with pytest.raises(latency.RefusedError, match="plain torch reads in the same pages"):
-        latency.measure(model, exact, ["dynamic", name], 128, 1, 2)
+    with pytest.raises(timing.RefusedError, match="plain torch reads in the same pages"):
+        timing.measure(model, exact, ["dynamic", name], 128, 1, 2)
 
 
 def test_every_kind_of_cache_is_measured_on_the_same_shapes():
     model = ours()
     exact = plain_states(model, text(1, 16))
     names = ["dynamic", "static", "paged", "offloaded:8", "int8/residual=0", "window:8+2"]
-    timings = latency.measure(model, exact, names, 192, 2, 3)
+    timings = timing.measure(model, exact, names, 192, 2, 3)
     assert [t.cache for t in timings] == names and all(t.itl > 0 and t.bytes > 0 for t in timings)
     held = {t.cache: t.bytes for t in timings}
     assert held["window:8+2"] < held["int8/residual=0"] < held["paged"]
@@ -219,7 +219,7 @@ def test_records_of_another_schema_are_refused(tmp_path):
 
 def test_latency_records(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "texts", lambda: PROSE)
-    monkeypatch.setattr(latency, "BANDWIDTH_BYTES", 1 << 20)
+    monkeypatch.setattr(timing, "BANDWIDTH_BYTES", 1 << 20)
     plan = {"contexts": [64, 128], "rounds": 3, "prefill": 96, "prefill_rounds": 2, "batch": 2}
     one = session(tmp_path / "results.jsonl", ["paged", "int4"])
     records = latency.run(one, plan)
@@ -228,13 +228,13 @@ def test_latency_records(tmp_path, monkeypatch):
         m = record.metrics
         assert [t["context"] for t in m["timings"]] == [64, 128] and m["ttft"] > 0 and m["peak_bytes"] >= 0
         assert m["slope_ratio"] == pytest.approx(m["slope"] / records[0].metrics["slope"])
-    monkeypatch.setattr(latency, "measure", None)
+    monkeypatch.setattr(timing, "measure", None)
     assert [r.metrics for r in latency.run(one, plan)] == [r.metrics for r in records]
     latency.show(records, Console(quiet=True))
 
 
 def test_peak_memory_sees_what_is_held_for_a_moment():
-    with latency.PeakMemory(torch.device("cpu")) as memory:
+    with timing.PeakMemory(torch.device("cpu")) as memory:
         held = torch.ones(64 << 20, dtype=torch.uint8)
         time.sleep(0.05)
         del held
@@ -313,7 +313,7 @@ def test_two_processes_measure_what_one_does(tmp_path):
 def test_a_step_of_the_plain_cache_is_what_ours_is_compared_with():
     model, ids = ours(), text(2, 30)
     cache = named.cache_factory("paged")(model.config)
-    latency.fill(cache, plain_states(model, ids[:1]), 30, 2)
+    timing.fill(cache, plain_states(model, ids[:1]), 30, 2)
     assert cache.get_seq_length() == 30 and cache.storage.batch == 2
     with torch.no_grad():
         assert model(ids[:, :1], **cache_kwarg(cache)).logits.isfinite().all()
