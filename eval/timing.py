@@ -25,7 +25,7 @@ import gc
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -134,11 +134,11 @@ def measure(
     alive[ANCHOR] = DynamicCache(config=model.config)
     fill(alive[ANCHOR], exact, ANCHOR_CONTEXT, batch)
     steps: dict[str, list[float]] = {name: [] for name in alive}
-    gc.collect()
-    for _ in range(rounds):
-        for name, cache in alive.items():
-            steps[name].append(_timed(model, token, cache))
-        tick()
+    with _garbage_later():
+        for _ in range(rounds):
+            for name, cache in alive.items():
+                steps[name].append(_timed(model, token, cache))
+            tick()
     anchor, _ = _median(steps[ANCHOR][1:])
     return [
         Timing(name, context, batch, *_median(steps[name][1:]), caches.stored_bytes(alive[name]), worst[name], anchor)
@@ -151,6 +151,17 @@ def _timed(model, ids: torch.Tensor, cache: Cache) -> float:
     start = time.perf_counter()
     model(ids, **cache_kwarg(cache), logits_to_keep=1).logits.argmax(-1).tolist()
     return time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def _garbage_later() -> Iterator[None]:
+    """No garbage is collected inside: in a process that holds a model, that takes as long as a step."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _by_plain_torch(model, token: torch.Tensor, cache: Cache) -> torch.Tensor | None:
@@ -243,17 +254,17 @@ def prefill(
     """Time the first pass over `ids` `[batch, tokens]` with new caches, in turns."""
     times: dict[str, list[float]] = {name: [] for name in names}
     peaks: dict[str, int] = {}
-    for number in range(1 + rounds):
-        for name in names:
-            cache = _make(name, model, ids.shape[1] + 1)
-            gc.collect()
-            if number == 0:  # not timed: watching memory takes time, and what is done first is warmed up by it
-                with PeakMemory(model.device) as memory:
-                    _timed(model, ids, cache)
-                peaks[name] = memory.peak
-            else:
-                times[name].append(_timed(model, ids, cache))
-            tick()
+    with _garbage_later():
+        for number in range(1 + rounds):
+            for name in names:
+                cache = _make(name, model, ids.shape[1] + 1)
+                if number == 0:  # not timed: watching memory takes time, and what is done first is warmed up by it
+                    with PeakMemory(model.device) as memory:
+                        _timed(model, ids, cache)
+                    peaks[name] = memory.peak
+                else:
+                    times[name].append(_timed(model, ids, cache))
+                tick()
     return [Prefill(name, ids.shape[1], statistics.median(times[name]), peaks[name]) for name in names]
 
 
