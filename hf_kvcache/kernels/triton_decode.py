@@ -327,9 +327,9 @@ def decode_kernel(
     kd, vd = tl.arange(0, K_PAD), tl.arange(0, V_PAD)
     planes, largest = (), tl.full([ROWS], 1e-20, tl.float32)
     for p in tl.static_range(K_C):
-        c = _channels(kd, p, K_C, K_DIM, FORMAT)
-        mask = alive[:, None] & ((kd < K_WIDTH) & (c < K_DIM))[None, :]
-        x = _query(q_rows, angles, c, mask, half, tl.where(turn, 2 * half, 0), cos_ptr, sin_ptr, ROPE)
+        channels = _channels(kd, p, K_C, K_DIM, FORMAT)
+        valid = alive[:, None] & ((kd < K_WIDTH) & (channels < K_DIM))[None, :]
+        x = _query(q_rows, angles, channels, valid, half, tl.where(turn, 2 * half, 0), cos_ptr, sin_ptr, ROPE)
         planes = planes + (x,)
         largest = tl.maximum(largest, tl.max(tl.abs(x), axis=1))
     exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
@@ -384,14 +384,15 @@ def decode_kernel(
         bias = tl.zeros([ROWS], tl.float32)
         scaled, unscale = q, factor
         if FORMAT == "int":
-            scaled = ()
+            scaled, products = (), tl.zeros([ROWS, K_PAD], tl.float32)
             for p in tl.static_range(K_C):
                 c = _channels(kd, p, K_C, K_DIM, FORMAT)
                 mask = (kd < K_WIDTH) & (c < K_DIM)
                 k_scale = _load((page + K_SCALE).to(tl.pointer_type(tl.float16)) + h * K_DIM + c, mask, K_RAGGED)
                 k_zero = _load((page + K_ZERO).to(tl.pointer_type(tl.float16)) + h * K_DIM + c, mask, K_RAGGED)
-                bias += tl.sum(q[p].to(tl.float32) * k_zero.to(tl.float32)[None, :], axis=1)
+                products += q[p].to(tl.float32) * k_zero.to(tl.float32)[None, :]
                 scaled = scaled + (q[p] * k_scale[None, :],)
+            bias = tl.sum(products, axis=1)
         if FORMAT == "fp8":
             k_scale = tl.load((page + K_SCALE).to(tl.pointer_type(tl.float32)) + h)
             v_scale = tl.load((page + V_SCALE).to(tl.pointer_type(tl.float32)) + h)
@@ -399,10 +400,11 @@ def decode_kernel(
 
         for j in tl.static_range(T):
             slot = j * PLANE + at
-            live = inside & (slot < count)
-            if ONE_QUERY:
-                seen = (live & (index + slot >= begin) & (index + slot < end))[None, :]
+            if ONE_QUERY:  # all rows see the same tokens
+                live = inside & (slot >= begin - index) & (slot < tl.minimum(end - index, count))
+                seen = live[None, :]
             else:
+                live = inside & (slot < count)
                 stored = (index + slot)[None, :]
                 seen = live[None, :] & (stored >= begin[:, None]) & (stored < end[:, None])
             score = tl.zeros([ROWS, TOKENS], tl.float32) + bias[:, None]

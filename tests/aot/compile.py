@@ -48,14 +48,15 @@ def _dump(option: str, path: str) -> str:
     return run.stdout
 
 
-_INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*([A-Z0-9_]+)[^;]*?(?:0x([0-9a-f]+))?[^;]*;", re.M)
+_INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*([A-Z0-9_]+)([^;]*);", re.M)
 
 
 def _longest_loop(sass: str) -> int:
     """Instructions from the target of a backward branch to the branch, in the longest loop."""
-    places, longest = [], 0
-    for address, opcode, target in _INSTRUCTION.findall(sass):
-        places.append(int(address, 16))
-        if opcode == "BRA" and target and int(target, 16) < places[-1]:
-            longest = max(longest, sum(place >= int(target, 16) for place in places))
+    addresses, longest = [], 0
+    for address, opcode, operands in _INSTRUCTION.findall(sass):
+        addresses.append(int(address, 16))
+        target = re.search(r"0x([0-9a-f]+)", operands) if opcode == "BRA" else None
+        if target and int(target[1], 16) < addresses[-1]:
+            longest = max(longest, sum(x >= int(target[1], 16) for x in addresses))
     return longest
