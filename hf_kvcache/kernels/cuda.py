@@ -20,9 +20,7 @@ from ..codecs.base import FIELD_ALIGNMENT, Codec, Geometry
 from ..codecs.packing import PLANAR
 from .base import Pages, View
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BITS = (8, 4, 2)
-MAX_DIM = 256
 CAPABILITY = (8, 0)  # the first whose tensor cores take bfloat16
 ROWS = 16  # query rows of a program
 WAVES = 2  # programs that a decode over a long context starts, in units of what runs at once
@@ -56,13 +54,13 @@ def status() -> str:
 
 
 def supports(geometry: Geometry, codec: Codec, q_len: int) -> bool:
-    """Whether the kernels can serve this layer: head sizes up to 256, for the codecs of this package."""
-    g = geometry
-    if g.dtype not in DTYPES or max(g.k_dim, g.v_dim) > MAX_DIM:
+    """Whether `decode` can serve this layer: the codecs of this package, head sizes up to 256 (128 in float32)."""
+    from . import triton_decode as kernels
+
+    known = codec.name in ("native", "fp8") or (codec.k_bits in BITS and codec.v_bits in BITS)
+    if not known or geometry.dtype not in kernels.ELEMENTS or kernels.launch_for(codec, geometry) is None:
         return False
-    if codec.name == "fp8":
-        return g.k_dim % 2 == g.v_dim % 2 == 0  # two elements are read as one word
-    return codec.name == "native" or (codec.k_bits in BITS and codec.v_bits in BITS)
+    return codec.name != "fp8" or geometry.k_dim % 2 == geometry.v_dim % 2 == 0  # two elements are read as one word
 
 
 def decode(
@@ -71,7 +69,7 @@ def decode(
     """What `reference.decode` computes, for a positive `scale`."""
     from . import triton_decode as kernels
 
-    if q.dtype not in DTYPES:
+    if q.dtype not in kernels.ELEMENTS:
         q = q.float()
     if q.stride(-1) != 1:
         q = q.contiguous()

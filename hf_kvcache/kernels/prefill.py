@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from . import reference
 from .merge import merge
 
-# torch's fused CPU attention also knows the log-sum-exp that parts are merged by, but only this operator returns it.
-_flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+# torch's fused attention also knows the log-sum-exp that parts are merged by, but only these operations return it.
+_flash_on_cpu = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_flash_on_cuda = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention", None)
 
 
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -33,12 +34,19 @@ def prefill(
     turned: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(out, lse)` of one row's newest queries over its new keys; see `reference.prefill`."""
-    fused = _flash is not None and q.device.type == "cpu" and softcap is None and k.shape[-1] == v.shape[-1]
-    if not fused:
-        return reference.prefill(q, k, v, scale, window=window, sinks=sinks, turned=turned, softcap=softcap)
+    """`(out, lse)` of one row's newest queries over its new keys; see `reference.prefill`.
+
+    On CUDA the fused operation takes no mask, so that plain causal attention is all it serves.
+    """
     n, offset = k.shape[1], k.shape[1] - q.shape[1]
-    if window is None or window >= n:
+    whole = window is None or window >= n
+    alike = softcap is None and k.shape[-1] == v.shape[-1]
+    if alike and whole and (offset == 0 or q.shape[1] == 1) and _serves_on_cuda(q):
+        out, lse, *_ = _flash_on_cuda(q[None], k[None], v[None], 0.0, offset == 0, False, scale=scale)
+        return out[0].transpose(0, 1).float(), lse[0].float().T
+    if not alike or _flash_on_cpu is None or q.device.type != "cpu":
+        return reference.prefill(q, k, v, scale, window=window, sinks=sinks, turned=turned, softcap=softcap)
+    if whole:
         return _fused(q, k, v, scale, causal=offset == 0, visible=None if offset == 0 else _band(offset, n, 0, n, n, q))
     parts = []
     for i in range(offset, n, reference.QUERY_CHUNK):
@@ -54,6 +62,14 @@ def prefill(
     return merge(recent, reference.attend(q if turned is None else turned, k[:, :sinks], v[:, :sinks], scale, passed))
 
 
+def _serves_on_cuda(q: torch.Tensor) -> bool:
+    """Whether CUDA's fused attention takes queries like these, grouped heads included."""
+    if q.device.type != "cuda" or _flash_on_cuda is None or not torch.backends.cuda.flash_sdp_enabled():
+        return False
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    return half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
 def _band(i: int, j: int, start: int, stop: int, window: int, like: torch.Tensor) -> torch.Tensor:
     """`[j - i, stop - start]`: queries `i..j` see the keys of `start..stop` that are not newer, nor `window` older."""
     distance = torch.arange(i, j, device=like.device)[:, None] - torch.arange(start, stop, device=like.device)
@@ -64,5 +80,5 @@ def _fused(q, k, v, scale: float, causal: bool, visible: torch.Tensor | None) ->
     mask = None
     if visible is not None:
         mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, -torch.inf)
-    out, lse = _flash(q[None], k[None], v[None], 0.0, causal, attn_mask=mask, scale=scale)
+    out, lse = _flash_on_cpu(q[None], k[None], v[None], 0.0, causal, attn_mask=mask, scale=scale)
     return out[0].transpose(0, 1).float(), lse[0].float().T

@@ -44,33 +44,37 @@ class Launch(NamedTuple):
     tokens: int
 
 
-# By representation and head size. `tests/aot` compiles every row without a GPU: none spills, and the bytes that each moves
-# per instruction are recorded there.
+# By representation and head size, smallest first; the same on every architecture. `tests/aot` compiles all rows without a GPU:
+# none spills, and the bytes that a row moves per instruction are recorded there.
 LAUNCHES = {
     ("native", 64): Launch(4, 3, 64),
-    ("native", 128): Launch(4, 3, 64),
+    ("native", 128): Launch(4, 2, 64),
     ("native", 256): Launch(4, 2, 32),
+    ("float32", 64): Launch(4, 2, 32),
+    ("float32", 128): Launch(4, 2, 32),  # wider ones spill
     ("fp8", 64): Launch(4, 3, 64),
     ("fp8", 128): Launch(4, 3, 64),
-    ("fp8", 256): Launch(4, 3, 64),
-    ("int8", 64): Launch(4, 3, 64),
+    ("fp8", 256): Launch(8, 3, 64),
+    ("int8", 64): Launch(2, 3, 64),
     ("int8", 128): Launch(4, 3, 64),
     ("int8", 256): Launch(4, 3, 64),
-    ("int4", 64): Launch(2, 3, 64),
+    ("int4", 64): Launch(1, 3, 64),
     ("int4", 128): Launch(2, 3, 64),
     ("int4", 256): Launch(4, 3, 64),
     ("int2", 64): Launch(2, 3, 64),
     ("int2", 128): Launch(2, 3, 64),
     ("int2", 256): Launch(4, 3, 64),
 }
-MAX_DIM = max(size for _, size in LAUNCHES)
 
 
-def launch_for(codec: Codec, geometry: Geometry) -> Launch:
-    """The row of the table for a layer: mixtures take the row of their smaller codes."""
-    dim, bits = max(geometry.k_dim, geometry.v_dim), min(codec.k_bits, codec.v_bits)
-    name = codec.name if codec.name in ("native", "fp8") else f"int{bits}"
-    return LAUNCHES[name, next(size for representation, size in LAUNCHES if representation == name and size >= dim)]
+def launch_for(codec: Codec, geometry: Geometry) -> Launch | None:
+    """A layer's row of the table: mixtures take that of their smaller codes, head sizes the next one. None: no row."""
+    size, name = max(geometry.k_dim, geometry.v_dim), codec.name
+    if name == "native" and geometry.dtype == torch.float32:
+        name = "float32"
+    elif name not in ("native", "fp8"):
+        name = f"int{min(codec.k_bits, codec.v_bits)}"
+    return next((row for (known, largest), row in LAUNCHES.items() if known == name and size <= largest), None)
 
 
 def page_constants(codec: Codec, geometry: Geometry, layout: PageLayout) -> dict[str, Any]:

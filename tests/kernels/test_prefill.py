@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_kvcache.kernels import prefill as prefill_module
 from hf_kvcache.kernels import reference
 from hf_kvcache.kernels.merge import merge
 from hf_kvcache.kernels.prefill import causal, prefill
@@ -76,3 +77,33 @@ def test_merging_parts_is_attention_over_their_union():
         assert torch.allclose(ours, theirs, atol=1e-5)
     nothing = merge(empty, empty)
     assert torch.equal(nothing[0], empty[0]) and torch.equal(nothing[1], empty[1])
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (300, 300), (1, 300), (7, 300)])
+def test_the_path_of_cuda(case, m, n, monkeypatch):
+    """Without a device: what the fused operation of CUDA is asked for, and what becomes of its answer."""
+    asked = []
+
+    def flash(q, k, v, dropout, is_causal, debug, *, scale):
+        assert dropout == 0.0 and not debug and (is_causal or q.shape[2] == 1)
+        asked.append(is_causal)
+        out, lse = brute_force(q[0], k[0], v[0], scale)
+        return out.transpose(0, 1)[None], lse.T[None].float(), None, None, m, n, None, None, None
+
+    monkeypatch.setattr(prefill_module, "_flash_on_cuda", flash)
+    monkeypatch.setattr(prefill_module, "_serves_on_cuda", lambda q: True)
+    q, k, v = tensors(m, n)
+    options = dict(CASES[case])
+    if options.get("turned"):
+        options["turned"] = torch.randn_like(q)
+    out, lse = prefill(q, k, v, 0.2, **options)
+    expected, expected_lse = brute_force(q, k, v, 0.2, **options)
+    assert torch.allclose(out.double(), expected, atol=2e-5)
+    assert torch.allclose(lse.double(), expected_lse, atol=2e-5)
+    plain = case == "causal" or "longer" in case or (n == 1 and "softcap" not in case)
+    assert asked == ([m == n] if plain and m != 7 else [])
+
+
+def test_cuda_serves_nothing_on_the_cpu():
+    assert not prefill_module._serves_on_cuda(torch.zeros(1, 1, 64, dtype=torch.bfloat16))
