@@ -20,7 +20,7 @@ from hf_kvcache.kernels import cpu, reference
 from hf_kvcache.kernels.base import Pages
 from hf_kvcache.kernels.merge import merge
 
-from .pages import Stored, empty_pages, extreme_elements, random_queries, random_stored
+from .pages import empty_pages, extreme_elements, random_queries, random_stored
 
 pytestmark = pytest.mark.skipif(cpu.load() is None, reason=cpu.status())
 
