@@ -13,7 +13,7 @@ from rich.table import Table
 from . import __version__
 from .cache import cache_kwarg
 from .codecs import CODECS
-from .kernels import cpu
+from .kernels import cpu, cuda
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -38,9 +38,6 @@ def doctor() -> None:
     table.add_row("keyword for a cache", next(iter(cache_kwarg(None))))
     table.add_row("CPU kernels", cpu.status())
     table.add_row("threads", str(torch.get_num_threads()))
-    cuda = (
-        torch.cuda.get_device_name() if torch.cuda.is_available() else "no device: the reference kernel would serve one"
-    )
-    table.add_row("CUDA", cuda)
+    table.add_row("CUDA kernels", cuda.status())
     table.add_row("codecs", ", ".join(CODECS))
     Console().print(table)

@@ -6,6 +6,7 @@ import ast
 import pathlib
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -81,3 +82,19 @@ for key, value in state().items():
         "AttentionInterface _global_mapping hf_kvcache",
         "AttentionMaskInterface _global_mapping hf_kvcache",
     }
+
+
+def test_no_cuda_kernel_is_imported_where_there_is_no_device():
+    code = """
+        import sys, torch
+        import hf_kvcache
+        from hf_kvcache.kernels import cuda
+        from tests.forcing import generate, ours, text
+        model = ours()
+        generate(model, text(1, 20), hf_kvcache.QuantizedCache(model.config, bits=4, block_size=8, residual=0), 3)
+        assert torch.cuda.is_available() or "in use" in cuda.status()
+        print([name for name in sys.modules if name.startswith("hf_kvcache.kernels.triton") and not cuda.available()])
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd=ROOT.parent)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["[]"]

@@ -64,7 +64,7 @@ def test_doctor_says_which_kernels_are_in_use(capsys):
 
     main(["doctor"])
     out = capsys.readouterr().out
-    assert "CPU kernels" in out and "int4" in out
+    assert "CPU kernels" in out and "CUDA kernels" in out and "int4" in out
 
 
 def test_every_change_to_the_public_names_is_documented():

@@ -51,14 +51,13 @@ class Pages:
         return self.layout.views(pages)
 
     def scatter(self, ids: np.ndarray, fields: dict[str, torch.Tensor]) -> None:
-        """Store `fields` (`[len(ids), *shape]` each) into pages `ids`."""
+        """Store `fields` (`[len(ids), *shape]` each, on any device) into pages `ids`."""
         for number in np.unique(self.slab[ids]):
             slab = self.slabs[number]
             place = np.nonzero(self.slab[ids] == number)[0]
             rows = torch.from_numpy(self.row[ids[place]].astype(np.int64)).to(slab.device)
-            pick = torch.from_numpy(place).to(slab.device)
             for name, view in self.layout.views(slab).items():
-                view[rows] = fields[name][pick].to(view.dtype)
+                view[rows] = fields[name][torch.from_numpy(place)].to(view.device, view.dtype)
 
     def decode(self, ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[len(ids), kv_heads, block_size, dim]` of pages `ids` in float32."""

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from . import reference
 from .merge import merge
 
-# torch's fused CPU attention also knows the log-sum-exp that parts are merged by, but only this operator returns it.
-_flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+# torch's fused attention also knows the log-sum-exp that parts are merged by, but only these operations return it.
+_flash_on_cpu = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_flash_on_cuda = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention", None)
 
 
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -34,20 +35,30 @@ def prefill(
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(out, lse)` of one row's newest queries over its new keys; see `reference.prefill`."""
-    fused = _flash is not None and q.device.type == "cpu" and softcap is None and k.shape[-1] == v.shape[-1]
-    if not fused:
+    n, m = k.shape[1], q.shape[1]
+    if softcap is not None or k.shape[2] != v.shape[2] or not _is_fused(q, masked=m not in (1, n)):
         return reference.prefill(q, k, v, scale, window=window, sinks=sinks, turned=turned, softcap=softcap)
-    n, offset = k.shape[1], k.shape[1] - q.shape[1]
     window = n if window is None else min(window, n)
-    if window < n and not offset:
+    if m == n and window < n:
         recent = _windowed(q, k, v, scale, window)
     else:
-        start = max(0, offset + 1 - window)
-        mask = _band(offset, n, start, window, q) if offset else None
-        recent = tuple(x[0] for x in _fused(q[None], k[None, :, start:], v[None, :, start:], scale, mask))
+        start = max(0, n - m + 1 - window)  # the oldest key that any query sees
+        mask = None if m in (1, n) else _band(n - m, n, start, window, q)
+        part = _fused(q[None], k[None, :, start:], v[None, :, start:], scale, causal=m == n, mask=mask)
+        recent = tuple(x[0] for x in part)
     if sinks and window < n:
         _add_sinks(recent, q if turned is None else turned, k, v, scale, window, min(sinks, n))
     return recent
+
+
+def _is_fused(q: torch.Tensor, masked: bool) -> bool:
+    """Whether the device has a fused operation for queries like these, grouped heads included. CUDA's takes no mask."""
+    if q.device.type == "cpu":
+        return _flash_on_cpu is not None
+    if masked or q.device.type != "cuda" or _flash_on_cuda is None or not torch.backends.cuda.flash_sdp_enabled():
+        return False
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    return half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _add_sinks(part, q, k, v, scale: float, window: int, sinks: int) -> None:
@@ -86,9 +97,12 @@ def _behind(q, k, v, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, window, _ = q.shape
     out = q.new_zeros((batch, window, heads, v.shape[3]), dtype=torch.float32)
     lse = q.new_full((batch, window, heads), -torch.inf, dtype=torch.float32)
-    if window > 1 and k.shape[2]:
-        q, k, v = q.flip(2)[:, :, 1:], k.flip(2)[:, :, : window - 1], v.flip(2)[:, :, : window - 1]
-        out[:, :-1], lse[:, :-1] = (x.flip(1) for x in _fused(q, k, v, scale))
+    q, k, v = q.flip(2)[:, :, 1:], k.flip(2)[:, :, : window - 1], v.flip(2)[:, :, : window - 1]
+    some = k.shape[2]  # as many queries see some of these keys each, the others see all
+    for queries, causal in ((slice(0, some), True), (slice(some, window - 1), False)):
+        if some and queries.start < queries.stop:
+            back = slice(window - 1 - queries.stop, window - 1 - queries.start)
+            out[:, back], lse[:, back] = (x.flip(1) for x in _fused(q[:, :, queries], k, v, scale, causal=causal))
     return out, lse
 
 
@@ -100,8 +114,11 @@ def _band(offset: int, n: int, start: int, window: int, like: torch.Tensor) -> t
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
 
 
-def _fused(q, k, v, scale: float, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`out` `[batch, m, q_heads, v_dim]` and `lse` `[batch, m, q_heads]` in float32, of `[batch, heads, n, dim]`; causal where
-    there is no mask, query `i` over the keys `0..i`."""
-    out, lse = _flash(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)
+def _fused(q, k, v, scale: float, *, causal: bool = True, mask=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`out` `[batch, m, q_heads, v_dim]` and `lse` `[batch, m, q_heads]` in float32, of `[batch, heads, n, dim]`; causal (of as
+    many queries as keys), or as `mask` says, or over every key."""
+    if q.device.type == "cuda":
+        out, lse, *_ = _flash_on_cuda(q, k, v, 0.0, causal, False, scale=scale)
+    else:
+        out, lse = _flash_on_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return out.transpose(1, 2).float(), lse.float().transpose(1, 2)

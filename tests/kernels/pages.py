@@ -61,6 +61,7 @@ def random_stored(
     interleaved: bool = False,
     partial: bool = False,
     outliers: float = 1.0,
+    magnitude: float = 1.0,
     causal: bool = True,
     order: str | None = None,
     device: str = "cpu",
@@ -69,7 +70,7 @@ def random_stored(
     """Rows of `lengths` kept positions: all full blocks but the last two sealed, the rest open, as in a running cache.
 
     `partial` ends some entries before their page does. Keys have a large constant offset per channel, as real ones do, and
-    every ninth channel of them is `outliers` times as large.
+    every ninth channel of them is `outliers` times as large; all of it, values too, is multiplied by `magnitude`.
     Queries are the last `q_len` positions if `causal`, else they follow all of them.
     """
     g = Geometry(kv_heads, k_dim, v_dim or k_dim, block_size, dtype)
@@ -92,8 +93,8 @@ def random_stored(
         offset = 2 * torch.randn(kv_heads, 1, k_dim, generator=generator)
         k = torch.randn(kv_heads, sum(row), k_dim, generator=generator) + offset
         k[..., ::9] *= outliers
-        k = k.to(dtype)
-        v = torch.randn(kv_heads, sum(row), g.v_dim, generator=generator).to(dtype)
+        k = (magnitude * k).to(dtype)
+        v = (magnitude * torch.randn(kv_heads, sum(row), g.v_dim, generator=generator)).to(dtype)
         ids[b, : len(row)] = page[used : used + len(row)]
         used += len(row)
         first[b, 1 : len(row) + 1] = np.cumsum(row)
@@ -143,3 +144,31 @@ def _store(pages: Pages, ids: np.ndarray, k: torch.Tensor, v: torch.Tensor) -> N
             fields[name].view(torch.uint8)[:, :, n:] = 0x7F
     device = pages.slabs[0].device
     pages.scatter(ids, {name: x.to(device) for name, x in fields.items()})
+
+
+def random_queries(stored: Stored, group: int, seed: int = 1) -> torch.Tensor:
+    """`[batch, heads, q_len, k_dim]`, stored as a projection leaves it: `[batch, q_len, heads, k_dim]`."""
+    g = stored.sealed.geometry
+    batch, q_len = stored.view.begin.shape
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(batch, q_len, g.kv_heads * group, g.k_dim, generator=generator)
+    return q.to(g.dtype).transpose(1, 2)
+
+
+def extreme_elements(kind: str, *shape: int) -> torch.Tensor:
+    x = torch.randn(*shape)
+    if kind == "outliers":
+        x[..., ::7] *= 60 * 25
+    elif kind == "narrow":
+        x = 3 + 1e-7 * x
+    elif kind == "tiny":
+        x *= 1e-7
+    elif kind == "huge":
+        x *= 1e5
+    elif kind == "constant":
+        x[:] = x[..., :1, :1].clone()
+    elif kind == "zero":
+        x[:] = 0
+    elif kind == "signed zeros":
+        x = 0 * x
+    return x

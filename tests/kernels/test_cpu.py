@@ -20,7 +20,7 @@ from hf_kvcache.kernels import cpu, reference
 from hf_kvcache.kernels.base import Pages
 from hf_kvcache.kernels.merge import merge
 
-from .pages import Stored, empty_pages, random_stored
+from .pages import empty_pages, extreme_elements, random_queries, random_stored
 
 pytestmark = pytest.mark.skipif(cpu.load() is None, reason=cpu.status())
 
@@ -34,15 +34,6 @@ def isa(request):
     library.hfkv_force_isa(request.param)
     yield request.param
     library.hfkv_force_isa(ISAS[-1])
-
-
-def random_queries(stored: Stored, group: int, seed: int = 1) -> torch.Tensor:
-    """`[batch, heads, q_len, k_dim]`, stored as a projection leaves it: `[batch, q_len, heads, k_dim]`."""
-    g = stored.sealed.geometry
-    batch, q_len = stored.view.begin.shape
-    generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(batch, q_len, g.kv_heads * group, g.k_dim, generator=generator)
-    return q.to(g.dtype).transpose(1, 2)
 
 
 def assert_same(
@@ -264,25 +255,6 @@ def test_write(dtype: torch.dtype) -> None:
                 before[name][page, :, slot : slot + count] = new[row, :, token : token + count]
             assert torch.equal(after[name].view(torch.uint8), before[name].view(torch.uint8))
         k, v = -k, -v
-
-
-def extreme_elements(kind: str, *shape: int) -> torch.Tensor:
-    x = torch.randn(*shape)
-    if kind == "outliers":
-        x[..., ::7] *= 60 * 25
-    elif kind == "narrow":
-        x = 3 + 1e-7 * x
-    elif kind == "tiny":
-        x *= 1e-7
-    elif kind == "huge":
-        x *= 1e5
-    elif kind == "constant":
-        x[:] = x[..., :1, :1].clone()
-    elif kind == "zero":
-        x[:] = 0
-    elif kind == "signed zeros":
-        x = 0 * x
-    return x
 
 
 SEAL_SHAPES = ((64, 64, 64), (8, 20, 9), (32, 96, 80), (128, 128, 36))

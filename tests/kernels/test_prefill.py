@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_kvcache.kernels import prefill as prefill_module
 from hf_kvcache.kernels import reference
 from hf_kvcache.kernels.merge import merge
 from hf_kvcache.kernels.prefill import causal, prefill
@@ -77,3 +78,41 @@ def test_merging_parts_is_attention_over_their_union():
         assert torch.allclose(ours, theirs, atol=1e-5)
     nothing = merge(empty, empty)
     assert torch.equal(nothing[0], empty[0]) and torch.equal(nothing[1], empty[1])
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (300, 300), (1, 300), (7, 300)])
+def test_the_path_of_cuda(case, m, n, monkeypatch):
+    """Without a device: what the fused operation of CUDA is asked for, and what becomes of its answer."""
+    asked = []
+
+    def flash(q, k, v, dropout, causal, debug, *, scale):
+        assert dropout == 0.0 and not debug
+        assert not causal or q.shape[2] == k.shape[2], "releases differ in how they align other shapes"
+        asked.append(causal)
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+        visible = visible.tril() if causal else visible
+        out, lse = zip(*(reference.attend(*row, scale, visible) for row in zip(q, k, v, strict=True)), strict=True)
+        out, lse = torch.stack(out).transpose(1, 2), torch.stack(lse).transpose(1, 2)
+        return out, lse, None, None, m, n, None, None, None
+
+    monkeypatch.setattr(
+        prefill_module,
+        "_flash_on_cpu",
+        lambda q, k, v, *rest, attn_mask, scale: flash(q, k, v, *rest, False, scale=scale)[:2],
+    )
+    monkeypatch.setattr(prefill_module, "_is_fused", lambda q, masked: not masked)
+    q, k, v = tensors(m, n)
+    options = dict(CASES[case])
+    if options.get("turned"):
+        options["turned"] = torch.randn_like(q)
+    out, lse = prefill(q, k, v, 0.2, **options)
+    expected, expected_lse = brute_force(q, k, v, 0.2, **options)
+    assert torch.allclose(out.double(), expected, atol=2e-5)
+    assert torch.allclose(lse.double(), expected_lse, atol=2e-5)
+    assert bool(asked) == (m != 7 and "softcap" not in case)
+
+
+def test_cuda_is_asked_for_nothing_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(prefill_module, "_flash_on_cpu", None)
+    assert not prefill_module._is_fused(torch.zeros(1, 1, 64, dtype=torch.bfloat16), masked=False)
