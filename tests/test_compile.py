@@ -93,9 +93,11 @@ def test_what_models_ask_for(name, layers):
 
 def test_every_configuration_runs_the_same_code():
     """How and where keys and values are stored is no part of what is compiled. (The class of the cache is, to torch.)"""
-    c = Compiled(ours(num_hidden_layers=2))
-    reference, classes, wrong = built_in("llama", 50, num_hidden_layers=2), set(), []
+    c = Compiled(ours(num_hidden_layers=1))
+    reference, classes, wrong = built_in("llama", 50, num_hidden_layers=1), set(), []
     for name, configuration in CONFIGURATIONS.items():
+        if name == "int8-layers":
+            continue  # is about a second layer
         steps = 50 if name in ("paged", "int4", "window", "offloaded") else 14
         cache, twin = configuration.build(c.config), configuration.build(c.config)
         got, wanted = decode(c.model, c.step, cache, steps), uncompiled(c.model, twin, steps)
