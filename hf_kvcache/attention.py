@@ -3,7 +3,8 @@
 `Cache.update()` returns two `KVHandle`s, tensors without data that carry the layer. Under
 `attn_implementation="hf_kvcache"` the attention function takes the handle apart and calls a kernel on the pages;
 anything else that touches a handle gets ordinary keys and values, so results are right with every model and every
-attention implementation, only slower.
+attention implementation, only slower. While torch.compile traces, the classes of `compiled.py` stand for the handle, the
+key length and the compact mask.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
-from .errors import CacheInputError, CacheStateError, ConfigurationError, UnsupportedError
+from .compiled import TracedHandle, TracedLength, TracedMask
+from .errors import CacheInputError, ConfigurationError, UnsupportedError
 from .layers import Fresh
 from .storage import Storage
 
@@ -86,7 +88,8 @@ def warn_once(key: str, message: str) -> None:
 class CompactMask(torch.Tensor):
     """Which columns hold a token, `[batch, 1, 1, columns]` bool: stands for a causal mask, within `window` where given.
 
-    It stays one when a model indexes it (Gemma 4 takes the newest queries' part); any other operation gives a tensor.
+    It stays one when a model indexes it (Gemma 4 takes the newest queries' part), or generate() lays it out; any other
+    operation gives a tensor.
     """
 
     window: int | None
@@ -99,10 +102,9 @@ class CompactMask(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        plain = lambda x: x.as_subclass(torch.Tensor) if isinstance(x, CompactMask) else x  # noqa: E731
         with torch._C.DisableTorchFunctionSubclass():
-            out = func(*torch.utils._pytree.tree_map(plain, args), **(kwargs or {}))
-        if func is torch.Tensor.__getitem__:
+            out = func(*args, **(kwargs or {}))
+        if func in (torch.Tensor.__getitem__, torch.Tensor.contiguous):
             return cls.of(out, args[0].window)
         return out
 
@@ -124,10 +126,11 @@ def mask(
     padding: that is told to the cache here, before the first layer appends. The returned `[batch, 1, 1, kv]` mask is
     for models that take keys and values apart themselves. Everything else gets the boolean mask that sdpa would get.
     """
+    traced = isinstance(kv_length, TracedLength)
     common = {
         "batch_size": batch_size,
         "q_length": q_length,
-        "kv_length": int(kv_length),
+        "kv_length": kv_length.columns if traced else int(kv_length),
         "q_offset": q_offset,
         "kv_offset": kv_offset,
         "mask_function": mask_function,
@@ -135,6 +138,8 @@ def mask(
         "local_size": local_size,
         **kwargs,
     }
+    if traced:
+        return _traced_mask(kv_length.storage, **common)
     if not isinstance(kv_length, CacheLength):
         return sdpa_mask(**common)
     storage = kv_length.storage
@@ -156,6 +161,19 @@ def mask(
     if attention_mask is None and (first or q_length == 1) and window is None:
         return None
     return _compact_mask(batch_size, int(kv_length), attention_mask, window, kwargs.get("device"))
+
+
+def _traced_mask(storage: Storage, **common) -> TracedMask | torch.Tensor | None:
+    """The same while torch.compile traces: the first layer's `append` tells the cache, when the graph runs."""
+    padding, window, step = common["attention_mask"], common["local_size"], common["q_length"] == 1
+    storage.told = padding
+    if window is None:
+        known = common["mask_function"] is causal_mask_function
+    else:  # what a mask function is made of cannot be seen here; the newest column sees a window, if the model says so
+        known = step and window == getattr(common["config"], "sliding_window", None) and not common["use_vmap"]
+    if not known:
+        return sdpa_mask(**{**common, "allow_is_causal_skip": False})
+    return None if step and padding is None and window is None else TracedMask(padding, window)
 
 
 def _padding(attention_mask: torch.Tensor | None, columns: int):
@@ -180,13 +198,15 @@ def _is_sliding(mask_function) -> bool:
     return len(parts) == 2 and causal_mask_function in parts and any("sliding_window_overlay" in n for n in names)
 
 
-def _full_mask(compact: torch.Tensor | None, q_len: int, kv_len: int, window: int | None, device) -> torch.Tensor:
+def _full_mask(compact, q_len: int, kv_len: int, window: int | None, device) -> torch.Tensor:
     """The boolean `[.., q_len, kv_len]` mask that a compact one (or None) stands for: queries are the last columns."""
     query = torch.arange(kv_len - q_len, kv_len, device=device)[:, None]
     key = torch.arange(kv_len, device=device)[None]
     visible = key <= query
     if window is not None:
         visible &= key > query - window
+    if isinstance(compact, TracedMask):
+        compact = compact.columns(kv_len)
     return visible if compact is None else compact & visible
 
 
@@ -211,30 +231,32 @@ def attention(
     Raises:
         UnsupportedError: for `output_attentions` and for dropout.
     """
-    stored = isinstance(key, KVHandle) and isinstance(value, KVHandle)
+    traced = isinstance(key, TracedHandle)
+    stored = traced or (isinstance(key, KVHandle) and isinstance(value, KVHandle))
     if kwargs.get("output_attentions"):
         _take_back(key)
         raise UnsupportedError(
             "fused attention has no weights to give: load the model with attn_implementation='eager'."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    compact = isinstance(attention_mask, CompactMask)
-    if stored:
-        _check_positions(key.fresh, kwargs.get("position_ids"))
+    compact = isinstance(attention_mask, (CompactMask, TracedMask))
+    position_ids = kwargs.get("position_ids")
+    if stored and not traced:
+        key.fresh.layer.check_positions(key.fresh, position_ids)
     if stored and (attention_mask is None or compact) and kwargs.get("position_bias") is None:
         if dropout and module.training:
             _take_back(key)
             raise UnsupportedError(f"dropout={dropout} is for training; a cache is for inference: call model.eval().")
-        out = key.fresh.layer.attend(
-            key.fresh,
-            query,
-            scale=scale,
-            window=kwargs.get("sliding_window"),
-            softcap=kwargs.get("softcap"),
-            s_aux=kwargs.get("s_aux"),
-        )
-        return out, None
-    key, value = (x.materialise() if isinstance(x, KVHandle) else x for x in (key, value))
+        options = {
+            "scale": scale,
+            "window": kwargs.get("sliding_window"),
+            "softcap": kwargs.get("softcap"),
+            "s_aux": kwargs.get("s_aux"),
+        }
+        if traced:
+            return key.traced.attend(query, position_ids=position_ids, **options), None
+        return key.fresh.layer.attend(key.fresh, query, **options), None
+    key, value = (x.materialise() if isinstance(x, (KVHandle, TracedHandle)) else x for x in (key, value))
     q_len, kv_len = query.shape[2], key.shape[2]
     if compact or (stored and attention_mask is None and 1 < q_len != kv_len):
         # Causality that our compact mask left to the kernel. (sdpa's own shortcut would align queries with the first
@@ -272,27 +294,6 @@ def _take_back(key: torch.Tensor) -> None:
     """Undo the pass that a refused attention belongs to, so that the cache is as it was."""
     if isinstance(key, KVHandle):
         key.fresh.layer.take_back()
-
-
-def _check_positions(fresh: Fresh, position_ids: torch.Tensor | None) -> None:
-    """generate() trusts a cache that is handed in. Where the new tokens' positions do not follow on from what the cache
-    holds, it would go silently wrong: undo the pass and say so."""
-    step, storage = fresh.step, fresh.layer.storage
-    if step.checked or step.q_len == 1 or not storage.in_generate or position_ids is None or position_ids.dim() != 2:
-        return
-    step.checked = True
-    last, held = position_ids[:, -1].tolist(), step.seen[:, -1].tolist()
-    if len(last) == 1:
-        last = last * len(held)
-    wrong = [row for row in range(len(held)) if held[row] and last[row] + 1 != held[row]]
-    if wrong:
-        row, before = wrong[0], int(step.before[wrong[0]])
-        storage.undo()
-        raise CacheStateError(
-            f"row {row} holds {before} tokens, and the {step.q_len} columns given end at position {last[row]}: they do not "
-            "follow on (the cache holds the whole prompt already, or another text, or use_cache=False). Call "
-            "cache.prepare(input_ids, attention_mask) before generate(), or reset()."
-        )
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)

@@ -259,11 +259,12 @@ class BlockTable:
         lo = 0 if any(p.forget for p in plans) else max(0, int(min(first.min(), self.n_entries.min() - 1)))
         hi = int(self.n_entries.max())
         numbers = {name: getattr(self, name).copy() for name in ROW_ARRAYS[2:]}
-        self._before = (lo, hi, self.ids[:, lo:hi].copy(), self.first[:, lo : hi + 1].copy(), numbers)
+        entries = self.ids[:, lo:hi].copy(), self.first[:, lo : hi + 1].copy()
+        self._before = (lo, hi, *entries, numbers, self.tokens_sealed)
 
     def undo(self) -> None:
         """Be as before the last `commit`. What it let go is still there: until the next pass it is only pending."""
-        lo, hi, ids, first, numbers = self._before
+        lo, hi, ids, first, numbers, self.tokens_sealed = self._before
         with self.pool.lock:
             held = [(store, self.references(store)) for store in self.group.stores]
             self._pending.clear()

@@ -13,9 +13,10 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from . import memory
-from .attention import CacheLength, KVHandle
+from .attention import IMPLEMENTATION, CacheLength, KVHandle
 from .codecs import Codec, Geometry, NativeCodec, codec_for
 from .codecs.packing import LANES
+from .compiled import CUDA_GRAPHS_END, Traced, TracedHandle, TracedLength, is_compiling
 from .errors import CacheInputError, ConfigurationError
 from .layers import LayerStorage
 from .memory import MemoryReport
@@ -32,7 +33,7 @@ class KVLayer(CacheLayerMixin):
     """One model layer's keys and values, as transformers sees them. Rows and columns are the whole cache's business:
     crop, reorder and reset exist on `KVCache` only, because all layers of a group share one block table."""
 
-    is_compileable = False
+    is_compileable = False  # the cache says it (`KVCache.is_compileable`)
     is_croppable = True
     is_sliding = False  # windows are applied by the kernels; masks are made for every position seen
     keys = values = None
@@ -135,6 +136,9 @@ class KVCache(Cache):
         self.specs = specs_from_config(config)
         _check_layer_choices(self.layer_choices, self.specs)
         self.rotary = RotaryAngles.from_config(config)
+        self._has_states_or_latents = any(
+            spec.kind in STATE_ONLY or spec.kind.startswith("hybrid") or spec.k_dim != spec.v_dim for spec in self.specs
+        )
         self.token_ids: list[np.ndarray] | None = None  # per row, as far as `prepare` was told; see there
         storage = Storage(self.pool, [])
         super().__init__(layers=self._build(storage))
@@ -151,6 +155,8 @@ class KVCache(Cache):
             codec.layout(Geometry(1, 1, 1, self.block_size, torch.float32), LANES)  # refuses what cannot be, now
             tier, native = copy.deepcopy(tier), NativeCodec()
             store = self.pool.group(tuple(indices), codec, self.block_size, tier.resident_tokens is not None, native)
+            if retention.window is None and tier.resident_tokens is None:
+                self.pool.expect_everything(store)
             group = LayerGroup(retention, tier, store, self.pool, self.residual, self.rotary)
             storage.groups.append(group)
             for place, index in enumerate(indices):
@@ -192,7 +198,27 @@ class KVCache(Cache):
                 f"the model has a layer {layer_idx}, the cache was built for {len(self.layers)} layers: build it from this "
                 "model's config."
             )
+        if is_compiling():
+            traced = Traced(self.storage, key_states, value_states, layer_idx)
+            return (TracedHandle(traced, 0), TracedHandle(traced, 1)) if self._is_enabled() else traced.materialise()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        if is_compiling():
+            columns = self.storage.columns + query_length
+            return TracedLength(columns, self.storage) if self._is_enabled() else columns, 0
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether generate() is to compile its steps by itself, as it does on CUDA alone: where memory is reserved for the
+        cache, and a model on our attention has no layers whose tensors grow with the text, or carry a state."""
+        reserved = CUDA_GRAPHS_END is not None and self.pool.capacity_tokens is not None
+        return reserved and self._is_enabled() and not self._has_states_or_latents
+
+    def _is_enabled(self) -> bool:
+        """Whether the model is on our attention, as far as the config tells that the cache was built from."""
+        return self.config.get_text_config(decoder=True)._attn_implementation == IMPLEMENTATION
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take columns back: `n <= 0` removes `-n` of them, `n > 0` keeps the first `n` (the older convention).

@@ -34,6 +34,7 @@ class PageStore:
 
     def __init__(self, codec: Codec, layers: int, lock: _Lock, *, host: bool = False, poison: bool = False):
         self.codec, self.lock, self.host, self.poison = codec, lock, host, poison
+        self.reserve = 0  # pages of the first slab, at least
         self.refs = np.zeros(0, np.int32)
         self.slab_of, self.row_of = np.zeros(0, np.int32), np.zeros(0, np.int32)
         self.free: list[int] = []
@@ -97,7 +98,8 @@ class PageStore:
     def take(self, count: int) -> list[int]:
         """`count` pages, each with one reference."""
         if count > len(self.free):
-            self._grow(max(count - len(self.free), len(self.refs) // GROWTH))
+            reserve = 0 if any(self.slab_sizes) else self.reserve
+            self._grow(max(count - len(self.free), len(self.refs) // GROWTH, reserve))
         taken = [self.free.pop() for _ in range(count)]
         self.refs[taken] = 1
         return taken
@@ -254,7 +256,8 @@ class BlockPool:
 
     Args:
         config: the model's config; caches of another model are refused.
-        capacity_tokens: slots that each group of layers may hold (rounded down to blocks).
+        capacity_tokens: slots that each group of layers may hold (rounded down to blocks). Groups that keep every position
+            on the device reserve them at once, in one slab per layer (a lossy codec: as sealed pages).
         capacity_bytes: bytes that all pages in use on the device may hold.
         poison: fill fresh and freed pages with NaN, so that reading a slot that holds no token shows. For tests.
 
@@ -286,6 +289,12 @@ class BlockPool:
                 sealed = open_ if codec.lossless else make(codec, False)
                 self.groups[key] = GroupStore(open_, sealed, make(codec, True) if tiered else None, block_size)
             return self.groups[key]
+
+    def expect_everything(self, group: GroupStore) -> None:
+        """A table of `group` is going to keep every position on the device: where there is a limit in tokens, have the first
+        slab hold them all, so that no later step allocates."""
+        if self.capacity_tokens is not None:
+            group.sealed.reserve = self.capacity_tokens // group.block_size
 
     def reserve(self, demands: Sequence[tuple[GroupStore, Demand]]) -> list[tuple[list[int], list[int], list[int]]]:
         """Take `(open, sealed, cold)` pages for every group, or none at all.

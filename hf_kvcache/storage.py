@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from .compiled import ticket_for
 from .errors import CacheInputError, CacheStateError, CapacityError
 from .kernels import dispatch
 from .layers import LayerStorage
@@ -27,6 +28,8 @@ class Storage:
         columns: columns of the padded batch seen so far (what transformers calls the sequence length).
         batch: rows; 0 before the first pass.
         padding: the padding mask of the pass that is about to begin, `[batch, columns]`, when the model's masks told.
+        ticket, told: for compiled passes (`compiled.py`): how they find this object, and, while one is traced, the
+            padding mask that its first layer passes on.
     """
 
     def __init__(self, pool: BlockPool, groups: list[LayerGroup]):
@@ -34,6 +37,7 @@ class Storage:
         self.layers: list[LayerStorage | None] = []
         self.materialisations = 0
         self.in_generate = False  # set once generate() has been given the cache: then positions can be checked
+        self.ticket, self.told = ticket_for(self), None
         self._forget()
 
     def _forget(self) -> None:
@@ -48,6 +52,7 @@ class Storage:
         """Plan the pass that `k` `[batch, kv_heads, q_len, k_dim]` opens, for all layers; or raise and change
         nothing."""
         batch, _, q_len, _ = k.shape
+        padding, self.padding = self.padding, None
         if self._halfway():
             raise CacheStateError(
                 f"layers {self._halfway()} stopped halfway through an earlier forward pass. Call reset(), or crop() to before it."
@@ -57,7 +62,7 @@ class Storage:
                 f"the cache holds {self.batch} rows and was given {batch}. Use a cache per batch, "
                 "batch_repeat_interleave(n) for n beams or samples of each row, or batch_select_indices(rows)."
             )
-        valid = self._new_columns(batch, q_len)
+        valid = self._new_columns(padding, batch, q_len)
         counts = np.full(batch, q_len) if valid is None else valid.sum(axis=1)
         for layer in filter(None, self.layers):
             layer.expect(k.dtype, k.device)
@@ -97,9 +102,8 @@ class Storage:
             for group, (row_plans, _), taken in zip(self.groups, planned, pages, strict=True):
                 group.begin(row_plans, taken, q_len, valid)
 
-    def _new_columns(self, batch: int, q_len: int) -> np.ndarray | None:
+    def _new_columns(self, padding: np.ndarray | None, batch: int, q_len: int) -> np.ndarray | None:
         """Which of the pass's columns hold a token, from the padding mask that the model's masks were made from."""
-        padding, self.padding = self.padding, None
         if padding is None:
             return None
         if padding.shape != (batch, self.columns + q_len):

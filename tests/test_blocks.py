@@ -270,6 +270,23 @@ def test_a_full_pool_refuses_and_changes_nothing(limit):
     assert torch.equal(held(cache, 0, 1)[1], plain.rows[0][1])
 
 
+@pytest.mark.parametrize(("codec", "retention"), [(None, None), (8, None), (None, "window")])
+def test_a_limit_in_tokens_reserves_what_a_cache_of_everything_can_hold(codec, retention):
+    pool = BlockPool(CONFIG, capacity_tokens=256)
+    cache = hf_kvcache.KVCache(CONFIG, codec=codec, retention=retention, block_size=8, pool=pool)
+    sealed, opened = cache.storage.groups[0].store.sealed, cache.storage.groups[0].store.open
+    append(cache, Plain(), 1, 16, 0)
+    assert [size for size in sealed.slab_sizes if size] == ([2] if retention else [32])
+    addresses = {page.addresses[:32].tobytes() for page in sealed.pages}
+    for i in range(100):
+        append(cache, Plain(), 1, 1, i)
+    if not retention:
+        assert {page.addresses[:32].tobytes() for page in sealed.pages} == addresses, "a step allocated"
+    assert codec is None or len(opened.refs) < 8, "open pages are few, and made as they are needed"
+    cache.reset()
+    assert pool.nbytes() == 0
+
+
 def test_a_full_pool_still_seals_what_it_holds():
     pool = BlockPool(CONFIG, capacity_tokens=32)
     cache = hf_kvcache.QuantizedCache(CONFIG, bits=8, residual=0, block_size=8, pool=pool)
