@@ -451,6 +451,10 @@ class BlockTable:
             for store, ids in held:
                 store.release(ids)
 
+    def sealed_until(self, r: int) -> int:
+        """Positions of row `r` before the first one that is still open."""
+        return int(self.length[r] - (self.first[r, self.n_entries[r]] - self.first[r, self.n_sealed[r]]))
+
     def sealed_blocks(self, r: int, start: int) -> dict[int, int]:
         """Pages of row `r` that will never change, by number of the block in the text, from block `start` on. What does
         not begin at a multiple of the block size, or is not full, is none."""

@@ -81,14 +81,16 @@ class Session(KVCache):
                 "a session cannot have a slower tier: its blocks would move while others read them."
             )
         self.salt, self.adapter, self.partial_reuse = salt, adapter, partial_reuse
-        self.media = None if media is None else [Media(*item) for item in media]
+        self.media = None if media is None else list(media)
         self.priorities = [_checked(Priority(*item)) for item in priorities]
         self.reuse = ReuseCounter()
         self._model: weakref.ref | None = None
         self._inputs = b""  # digest of what else the model is given
+        self._from_scratch = False  # whether the next pass computes the whole prompt whatever is held
         self._root: Root | None = None  # where what is held belongs
         self._tails: list[Node] = []  # for each row, or for each that rows were made of, the last block in the index
         self._shown: torch.Tensor | None = None  # ids of all columns, as generate() last had them
+        self._shown_media: list[Media] = []  # among what is held
         self._published = 0  # columns at the last look for new blocks
         self._keep_enough()
 
@@ -101,7 +103,8 @@ class Session(KVCache):
 
     def generate(self, model: torch.nn.Module, input_ids: torch.Tensor | None = None, **inputs):
         """`model.generate(input_ids, **inputs)` with this cache: begins with the longest prefix that is known, and leaves
-        prompt and answer to be found. Without `attention_mask`, no column is padding.
+        prompt and answer to be found. Without `attention_mask`, no column is padding. (Speculative decoding finds nothing:
+        generate() then computes the whole prompt itself.)
 
         Returns:
             what `model.generate` returns.
@@ -118,8 +121,9 @@ class Session(KVCache):
             )
         mask = inputs.pop("attention_mask", None)
         mask = torch.ones_like(input_ids) if mask is None else mask
-        self._inputs = self._digest(inputs)
+        self._inputs, self._from_scratch = self._digest(inputs), _speculates(model, inputs)
         self.prepare(input_ids, mask, model=model)
+        self._from_scratch = False
         self._repeat(model, inputs, len(input_ids))
         watched = "assistant_model" not in inputs  # an assistant may speak other ids
         if watched:
@@ -249,8 +253,9 @@ class Session(KVCache):
         return self.pool.prefixes.root(namespace, self.block_size, groups)
 
     @property
-    def _lossless(self) -> bool:
-        return all(group.store.lossless for group in self.storage.groups)
+    def _takes_parts(self) -> bool:
+        """Whether a hit may end within a block. (With a lossy codec that block could not be opened again.)"""
+        return self.partial_reuse and all(group.store.lossless for group in self.storage.groups)
 
     def _digest(self, inputs: dict) -> bytes:
         """Of every tensor that the model is given beside ids and mask. Declared media speak for theirs."""
@@ -277,14 +282,15 @@ class Session(KVCache):
         self.publish()
         with self.pool.lock:
             root = self._namespace()
-            same_place = (root and root.key) == (self._root and self._root.key)
-            held = self._sealed_whole(self._held_columns(rows, mask), mask) if same_place else 0
+            stays = (root and root.key) == (self._root and self._root.key) and not self._from_scratch
+            held = self._sealed_whole(self._held_columns(rows, mask), mask) if stays else 0
+            media = [Media(*item) for item in self.media or ()]
             if held and not self.storage.can_crop(mask[:, :held].sum(axis=1)):
                 held = 0
-            matches = self._matches(root, rows)
+            matches = self._matches(root, rows, media)
             found = self._found_columns(matches, mask)
             columns = self._attach(matches, mask, found) if found > held else self._keep_columns(held, mask)
-            self._root, self._published = root, columns
+            self._root, self._published, self._shown_media = root, columns, media
             if not columns:
                 self._tails = [root] * len(rows) if root else []
             counts = sum(map(len, rows)), int(mask[:, :columns].sum())
@@ -292,11 +298,16 @@ class Session(KVCache):
             self.pool.reuse.add(*counts)
         return columns
 
-    def _matches(self, root: Root | None, rows: list[np.ndarray]) -> list[Match]:
-        if root is None:
+    def _held_columns(self, rows: list[np.ndarray], mask: np.ndarray) -> int:
+        """The same as far as the media are the same, too."""
+        changed = {Media(*item) for item in self.media or ()} ^ set(self._shown_media)
+        before = min((item.start for item in changed), default=mask.shape[1])
+        return min(super()._held_columns(rows, mask), columns_within(mask, [before] * len(mask)))
+
+    def _matches(self, root: Root | None, rows: list[np.ndarray], media: list[Media]) -> list[Match]:
+        if root is None or self._from_scratch:
             return []
-        partial = self.partial_reuse and self._lossless
-        return [self.pool.prefixes.match(root, row, self.media or (), partial) for row in rows]
+        return [self.pool.prefixes.match(root, row, media, self._takes_parts) for row in rows]
 
     def _found_columns(self, matches: list[Match], mask: np.ndarray) -> int:
         """Leading columns that all rows find, each as every group of layers can give them."""
@@ -311,18 +322,18 @@ class Session(KVCache):
                 return columns
 
     def _whole_blocks(self, columns: int, mask: np.ndarray) -> int:
-        """With a lossy codec, `columns` less the part of a block with which every row would end: a block that is only
-        used in part can be neither opened again nor followed by blocks that others would find."""
-        if self._lossless:
+        """Where blocks are not taken in part, `columns` less the part with which every row would end: blocks that follow
+        it would not begin at a multiple of the block size, where others look for them. (Rows of different lengths do.)"""
+        if self._takes_parts:
             return columns
         over = set((mask[:, :columns].sum(axis=1) % self.block_size).tolist())
         over = over.pop() if len(over) == 1 else 0
         return columns - over
 
     def _sealed_whole(self, columns: int, mask: np.ndarray) -> int:
-        """The same where what is held would be cut within a sealed block."""
+        """The same where what is held would be cut within a packed block."""
         lengths = mask[:, :columns].sum(axis=1)
-        for table in (group.table for group in self.storage.groups):
+        for table in (group.table for group in self.storage.groups if not group.store.lossless):
             sealed = table.first[np.arange(table.rows), table.n_sealed] + table.gap
             if columns and (lengths < sealed).any():
                 return self._whole_blocks(columns, mask)
@@ -374,10 +385,10 @@ class Session(KVCache):
         """Enter row `r`'s blocks behind the last one that is entered; returns the new last one."""
         if not tail.alive or not tail.depth:
             tail = self._root
-        tables, media = [group.table for group in self.storage.groups], self.media or ()
-        tokens = tokens[: min(int(table.length[r]) for table in tables)]
+        tables = [group.table for group in self.storage.groups]
+        tokens = tokens[: min(table.sealed_until(r) for table in tables)]
         sealed = [table.sealed_blocks(r, tail.depth) for table in tables]
-        for part, there in self._root.cut(tokens, media, tail.depth):
+        for part, there in self._root.cut(tokens, self._shown_media, tail.depth):
             pages = [blocks.get(tail.depth) for blocks in sealed]
             if any(page is None and table.window is None for page, table in zip(pages, tables, strict=True)):
                 break
@@ -450,6 +461,13 @@ class _Watch(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.session.show(input_ids)
         return scores
+
+
+def _speculates(model: torch.nn.Module, inputs: dict) -> bool:
+    """Whether generate() will have drafts checked: it then begins with the whole prompt, whatever a cache holds."""
+    config = inputs.get("generation_config") or model.generation_config
+    names = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
+    return any(inputs.get(name) or getattr(config, name, None) for name in names)
 
 
 def _checked(priority: Priority) -> Priority:
