@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -36,14 +36,18 @@ class Identity:
 
         Computed again only when a tensor was replaced or written to, or an adapter was loaded, switched or merged.
         """
-        tensors, adapters = list(_tensors(model)), _adapters(model)
-        state = hash((adapters, *[_state(tensor) for _, tensor in tensors]))
+        modules = list(model.modules())
+        state = hash(
+            (_adapters(modules), *[_state(tensor) for module in modules for tensor in _tensors(module).values()])
+        )
         if model not in _known or _known[model][0] != state:
-            _known[model] = state, cls._computed(model, tensors, adapters)
+            _known[model] = state, cls._computed(model)
         return _known[model][1]
 
     @classmethod
-    def _computed(cls, model, tensors: list, adapters: tuple[tuple[str, bool, bool], ...]) -> Identity:
+    def _computed(cls, model: torch.nn.Module) -> Identity:
+        adapters, paths = _adapters(model.modules()), dict(model.named_modules()).items()
+        tensors = [(f"{path}.{name}", x) for path, module in paths for name, x in _tensors(module).items()]
         own, weights = {name: hashlib.sha256() for name, _, _ in adapters}, hashlib.sha256(_config(model).encode())
         for name, tensor in tensors:
             parts = name.split(".")
@@ -54,13 +58,10 @@ class Identity:
         return cls(weights.digest(), used, first.dtype, first.device)
 
 
-def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers that a checkpoint would hold."""
-    yield from model.named_parameters()
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{path}.{name}", buffer
+def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A module's own parameters and buffers, as far as a checkpoint would hold them."""
+    kept = {name: x for name, x in module._buffers.items() if name not in module._non_persistent_buffers_set}
+    return {name: x for name, x in {**module._parameters, **kept}.items() if x is not None}
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
@@ -83,10 +84,10 @@ def _config(model: torch.nn.Module) -> str:
     return json.dumps(said, sort_keys=True, default=str)
 
 
-def _adapters(model: torch.nn.Module) -> tuple[tuple[str, bool, bool], ...]:
-    """`(name, active, merged)` of every adapter that a layer of `model` has, as peft's layers say it of themselves."""
+def _adapters(modules: Iterable[torch.nn.Module]) -> tuple[tuple[str, bool, bool], ...]:
+    """`(name, active, merged)` of every adapter that a module has, as peft's layers say it of themselves."""
     found: dict[str, tuple[bool, bool]] = {}
-    for module in model.modules():
+    for module in modules:
         if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters"):
             off = getattr(module, "disable_adapters", False)
             merged, active = set(module.merged_adapters), set() if off else set(module.active_adapters)

@@ -19,6 +19,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from .blocks import Attached
 from .cache import KVCache, cache_kwarg, columns_within
 from .errors import CacheInputError, ConfigurationError, UnsupportedError
+from .identity import Identity
 from .metrics import ReuseCounter, ReuseMetrics
 from .pool import BlockPool
 from .prefix import Group, Match, Media, Node, Priority, Root, digest
@@ -85,6 +86,7 @@ class Session(KVCache):
         self.priorities = [_checked(Priority(*item)) for item in priorities]
         self.reuse = ReuseCounter()
         self._model: weakref.ref | None = None
+        self._seen: Identity | None = None  # what it is, where that was just looked at
         self._inputs = b""  # digest of what else the model is given
         self._from_scratch = False  # whether the next pass computes the whole prompt whatever is held
         self._root: Root | None = None  # where what is held belongs
@@ -214,16 +216,17 @@ class Session(KVCache):
                 f"{type(model).__name__} is an encoder-decoder: what its decoder stores depends on the encoder's input, so "
                 "prefixes of its own tokens cannot be shared. Use a cache without a session."
             )
-        self.pool.bind(model)
+        self._seen = self.pool.bind(model)
         self._model = weakref.ref(model)
 
     def _namespace(self) -> Root | None:
         """Where blocks belong that are computed now; None where none can be shared."""
         model = (self._model and self._model()) or self.pool.model
+        seen, self._seen = self._seen, None
         recurrent = any(isinstance(layer, LinearAttentionLayer) for layer in self.layers)
         if model is None or recurrent or depends_on_length(self.config):
             return None
-        identity = self.pool.bind(model)  # adapters may have been switched since
+        identity = seen or self.pool.bind(model)  # adapters may have been switched since the last time
         groups, layout = [], []
         for group in self.storage.groups:
             rule, layers = group.retention, [x.layer for x in self.storage.layers if x is not None and x.group is group]

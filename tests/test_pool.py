@@ -12,6 +12,7 @@ import pytest
 from hf_kvcache import BlockPool, CacheStateError, CapacityError, ConfigurationError
 from hf_kvcache.blocks import Attached, BlockTable
 from hf_kvcache.codecs import NativeCodec
+from hf_kvcache.metrics import ReuseCounter
 from hf_kvcache.prefix import Group, digest
 
 from .architectures import build
@@ -291,6 +292,15 @@ def test_metrics_count_what_happened():
     assert (found.reuse_gap.count, found.reuse_gap.total) == (2, 10.0)
     assert (found.block_lifetime.count, found.block_lifetime.total) == (2, 60.0)
     assert found.blocks_evictable == 10 and found.occupancy == 1.0
+
+
+def test_the_recent_hit_rate_covers_the_last_thousand_queries():
+    counter = ReuseCounter()
+    for number in range(1500):
+        counter.add(10, 10 if number < 1000 else 5)
+    found = counter.metrics()
+    assert (found.queries, found.tokens, found.hits) == (1500, 15_000, 12_500)
+    assert (found.recent_tokens, found.recent_hits, found.recent_hit_rate) == (10_000, 7500, 0.75)
 
 
 def test_the_text_for_prometheus_parses():
