@@ -330,6 +330,22 @@ def test_loaded_adapters_count_with_their_weights():
     assert [found(["a"]), found(["b"])] == [0, 19], "the adapter's weights have changed, nobody else's"
 
 
+def test_what_follows_a_crop_is_entered_behind_what_is_left(model, pool):
+    one, other, more = text(1, 32), text(1, 20, 1), text(1, 9, 2)
+    session = pool.session()
+    session.prepare(one, model=model)
+    forced(model, session, one)
+    session.publish()
+    session.crop(-20)
+    forced(model, session, torch.cat([other, more], 1), [20, 9])
+    session.show(torch.cat([one[:, :12], other, more], 1))
+    pool.check_integrity()
+    for ids, found in ((torch.cat([one, more], 1), 32), (torch.cat([one[:, :12], other, more], 1), 40)):
+        fresh = pool.session()
+        assert same(fresh.generate(model, ids, **OPTIONS), alone(model, ids))
+        assert hits(fresh) == found
+
+
 # ---- codecs and groups -----------------------------------------------------------------------------------------------
 
 
