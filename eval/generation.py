@@ -28,6 +28,13 @@ class Clock(BaseStreamer):
         """Nothing to finish."""
 
 
+def first_token(generate: Callable[..., torch.Tensor]) -> tuple[float, torch.Tensor]:
+    """Seconds until `generate(streamer=...)` has a new token, with everything that it does before, and what it returns."""
+    clock, start = Clock(), time.perf_counter()
+    out = generate(streamer=clock)
+    return clock.times[1] - start, out
+
+
 def measure(model, prompt: torch.Tensor, make_cache: Callable[..., Cache], new_tokens: int) -> dict:
     """Generate greedily from `prompt` `[1, n]` with a new cache.
 

@@ -27,8 +27,11 @@ from .errors import (
     UnsupportedError,
 )
 from .memory import MemoryReport
+from .metrics import PoolMetrics, ReuseMetrics
 from .pool import BlockPool
+from .prefix import Media, Priority
 from .retention import Everything, Window
+from .session import Pin, Session
 from .tiers import DeviceTier, HostTier
 
 __version__ = "0.1.0"
@@ -47,11 +50,17 @@ __all__ = [
     "IntegrityError",
     "KVCache",
     "KVCacheError",
+    "Media",
     "MemoryReport",
     "NativeCodec",
     "OffloadedCache",
     "PagedCache",
+    "Pin",
+    "PoolMetrics",
+    "Priority",
     "QuantizedCache",
+    "ReuseMetrics",
+    "Session",
     "SlidingWindowCache",
     "UnsupportedError",
     "Window",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +18,15 @@ from .plans import Actions, AppendPlan, RowPlan
 from .pool import BlockPool, Demand, GroupStore, PageStore
 
 ROW_ARRAYS = ("ids", "first", "n_cold", "n_sealed", "n_entries", "length", "gap")
+
+
+class Attached(NamedTuple):
+    """A row that begins with blocks of the prefix index: `pages` in order, `dropped` positions left out behind those of the
+    sinks, `length` tokens in all."""
+
+    pages: list[int]
+    dropped: int
+    length: int
 
 
 class BlockTable:
@@ -45,7 +56,7 @@ class BlockTable:
     ):
         self.group, self.pool = group, pool
         self.window, self.sinks, self.residual, self.resident = window, sinks, residual, resident
-        self.slack = 0  # positions kept beyond the window, because speculative tokens may have to be taken back
+        self.slack = self.least_slack = 0  # positions kept beyond the window: tokens may have to be taken back
         self._before: tuple | None = None
         self._pending: list[tuple[PageStore, np.ndarray]] = []  # let go, but this forward's attention still reads them
         self.tokens_sealed = 0
@@ -388,7 +399,7 @@ class BlockTable:
         )
         for name in ROW_ARRAYS:
             setattr(twin, name, getattr(self, name).copy())
-        twin.slack, twin.tokens_sealed = self.slack, self.tokens_sealed
+        twin.slack, twin.least_slack, twin.tokens_sealed = self.slack, self.least_slack, self.tokens_sealed
         with self.pool.lock:
             for store in self.group.stores:
                 store.retain(twin.references(store))
@@ -396,7 +407,7 @@ class BlockTable:
 
     def clear(self) -> None:
         """Let go of everything and forget the batch."""
-        self.slack = 0
+        self.slack = self.least_slack
         self._free_pending()
         with self.pool.lock:
             for store in self.group.stores:
@@ -415,6 +426,44 @@ class BlockTable:
         if hasattr(self, "ids") and not sys.is_finalizing():
             held = [(store, ids) for store in self.group.stores if len(ids := self.references(store))]
             self.pool.lock.give_back(held)
+
+    # ---- sharing --------------------------------------------------------------------------------------------------
+
+    def keep_beyond_window(self, positions: int) -> None:
+        """Keep so many positions more than the window from now on."""
+        self.least_slack = positions
+        self.slack = max(self.slack, positions)
+
+    def attach(self, rows: Sequence[Attached]) -> None:
+        """Become a batch of rows that share sealed blocks with others. A last block that a row takes up in part is open
+        for it where the codec is lossless: it is copied before it is written to."""
+        size, held = self.group.block_size, [(store, self.references(store)) for store in self.group.stores]
+        self._pending.clear()
+        self._start(len(rows))
+        for r, row in enumerate(rows):
+            n, stored = len(row.pages), row.length - row.dropped
+            self._reserve_entries(n + 1)
+            self.ids[r, :n] = row.pages
+            self.first[r, : n + 1] = np.minimum(np.arange(n + 1) * size, stored)
+            self.n_entries[r], self.length[r], self.gap[r] = n, row.length, row.dropped
+            self.n_sealed[r] = n - (self.group.lossless and stored % size > 0)
+        with self.pool.lock:
+            self.group.sealed.retain(self.ids[np.arange(self.ids.shape[1]) < self.n_entries[:, None]])
+            for store, ids in held:
+                store.release(ids)
+
+    def sealed_until(self, r: int) -> int:
+        """Positions of row `r` before the first one that is still open."""
+        return int(self.length[r] - (self.first[r, self.n_entries[r]] - self.first[r, self.n_sealed[r]]))
+
+    def sealed_blocks(self, r: int, start: int) -> dict[int, int]:
+        """Pages of row `r` that will never change, by number of the block in the text, from block `start` on. What does
+        not begin at a multiple of the block size, or is not full, is none."""
+        size, lo, hi = self.group.block_size, int(self.n_cold[r]), int(self.n_sealed[r])
+        first = self.first[r, lo : hi + 1].astype(np.int64)
+        position = first[:-1] + np.where(np.arange(lo, hi) >= self._sink_entries(r), self.gap[r], 0)
+        good = (np.diff(first) == size) & (position % size == 0) & (position >= start * size)
+        return dict(zip((position[good] // size).tolist(), self.ids[r, lo:hi][good].tolist(), strict=True))
 
     # ---- reading --------------------------------------------------------------------------------------------------
 

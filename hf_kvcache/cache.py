@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -95,7 +95,7 @@ class KVCache(Cache):
 
     Args:
         config: the model's config.
-        block_size: positions per block; 16 for native storage, 64 for a low-bit codec.
+        block_size: positions per block; 16 for native storage, 64 for a low-bit codec; None for the pool's.
         pool: a `BlockPool` to share or to limit; None makes one of its own.
         retention: which positions stay (`retention/`): a rule or its name; None for all.
         codec: how sealed blocks are represented (`codecs/`): an instance, a name, a number of bits; None for native.
@@ -106,8 +106,6 @@ class KVCache(Cache):
     Raises:
         ConfigurationError: for values that make no sense, and combinations that do not exist.
     """
-
-    default_block_size = 16
 
     def __init__(
         self,
@@ -122,11 +120,11 @@ class KVCache(Cache):
         layers: Mapping[int | str, Mapping] | None = None,
     ):
         self.config = config
-        self.block_size = self.default_block_size if block_size is None else block_size
-        _check_counts(self.block_size, residual)
-        self.residual = residual
         self.pool = BlockPool(config) if pool is None else pool
         _check_pool(self.pool, config)
+        self.block_size = self.pool.block_size if block_size is None else block_size
+        _check_counts(self.block_size, residual)
+        self.residual = residual
         self.choices = {
             "retention": retention_for(retention),
             "codec": codec_for(codec),
@@ -140,6 +138,7 @@ class KVCache(Cache):
             spec.kind in STATE_ONLY or spec.kind.startswith("hybrid") or spec.k_dim != spec.v_dim for spec in self.specs
         )
         self.token_ids: list[np.ndarray] | None = None  # per row, as far as `prepare` was told; see there
+        self.told: np.ndarray | None = None  # the padding mask that it was told
         storage = Storage(self.pool, [])
         super().__init__(layers=self._build(storage))
         self.storage = storage
@@ -242,7 +241,7 @@ class KVCache(Cache):
     def reset(self) -> None:
         """Be as new: every block goes back to the pool."""
         self.storage.reset()
-        self.token_ids = None
+        self.token_ids = self.told = None
         for layer in self.layers:
             if isinstance(layer, LinearAttentionLayer):
                 LinearAttentionLayer.reset(layer)
@@ -268,6 +267,7 @@ class KVCache(Cache):
         if self.token_ids is not None:
             copies = batch // len(self.token_ids)  # generate() repeats each row of the prompt for its beams or samples
             self.token_ids = [self.token_ids[r // copies] for r in rows] if copies else None
+            self.told = self.told[rows // copies] if copies else None
         for layer in self.layers:
             if isinstance(layer, LinearAttentionLayer):
                 LinearAttentionLayer.reorder_cache(layer, torch.from_numpy(rows))
@@ -304,16 +304,29 @@ class KVCache(Cache):
             )
         self.storage.settle()
         rows = [row[keep] for row, keep in zip(ids, mask, strict=True)]
-        columns = 0
-        if self.token_ids is not None and len(rows) == self.storage.batch == len(self.token_ids):
-            matches = np.array([_common_prefix(a, b) for a, b in zip(self.token_ids, rows, strict=True)])
-            held = np.array([self._row_tokens(r) for r in range(len(rows))])
-            taken = np.cumsum(mask, axis=1)
-            fits = (taken <= np.minimum(matches, held)[:, None]).all(axis=0)
-            columns = min(int(fits.argmin()) if not fits.all() else len(fits), ids.shape[1] - 1)
-        columns = self._keep_columns(columns, mask)
-        self.token_ids = rows
+        columns = self._reuse(rows, mask)
+        self.token_ids, self.told = rows, mask
         return columns
+
+    def _reuse(self, rows: list[np.ndarray], mask: np.ndarray) -> int:
+        """Hold the longest beginning of a prompt that can be had; returns its columns."""
+        return self._keep_columns(self._held_columns(rows, mask), mask)
+
+    def _held_columns(self, rows: list[np.ndarray], mask: np.ndarray) -> int:
+        """Leading columns of a prompt whose tokens the cache is known to hold."""
+        if self.token_ids is None or not len(rows) == self.storage.batch == len(self.token_ids):
+            return 0
+        if not self._padding_is_as_told():
+            return 0
+        common = [_common_prefix(a, b) for a, b in zip(self.token_ids, rows, strict=True)]
+        return columns_within(mask, [min(n, self._row_tokens(r)) for r, n in enumerate(common)])
+
+    def _padding_is_as_told(self) -> bool:
+        """Whether rows hold the tokens of the prompt that `prepare` was given and nothing else. (A model that does not use
+        our masks stores padding as well.)"""
+        columns = min(self.told.shape[1], self.storage.columns)
+        held = np.ones_like(self.told[:, :columns]) if self.storage.valid is None else self.storage.valid[:, :columns]
+        return np.array_equal(held, self.told[:, :columns].repeat(len(held) // len(self.told), axis=0))
 
     def _keep_columns(self, columns: int, mask: np.ndarray) -> int:
         """Cut back to `columns` of the prompt, or to nothing where a window or a recurrent state cannot go back."""
@@ -326,18 +339,30 @@ class KVCache(Cache):
         self.storage.valid = None if mask[:, :columns].all() else mask[:, :columns]
         return columns
 
+    def can_admit(self, lengths: Sequence[int]) -> bool:
+        """Whether the pool has room now for rows of `lengths` tokens in a cache like this one, without reuse; evicting
+        what is not in use where necessary. Changes nothing."""
+        storage, model = self._empty_twin().storage, self.pool.identity
+        dtype = model.dtype if model else getattr(self.config.get_text_config(decoder=True), "dtype", None)
+        for layer in filter(None, storage.layers):
+            layer.expect(dtype or torch.get_default_dtype(), model.device if model else torch.device("cpu"))
+        return self.pool.fits(storage.demands(np.asarray(lengths, np.int64)))
+
     def fork(self) -> KVCache:
         """An independent cache with the same content that shares every block; writing copies one open block."""
-        twin = copy.copy(self)
-        twin.__dict__ = {k: v for k, v in self.__dict__.items() if k not in ("layers", "storage")}
-        twin.storage = Storage(self.pool, [])
-        twin.layers = twin._build(twin.storage)
+        twin = self._empty_twin()
         twin.storage.adopt(self.storage)
-        twin.token_ids = None if self.token_ids is None else [ids.copy() for ids in self.token_ids]
         for mine, theirs in zip(twin.layers, self.layers, strict=True):
             if isinstance(theirs, LinearAttentionLayer):
                 state = {k: copy.deepcopy(v) for k, v in theirs.__dict__.items() if k != "storage"}
                 mine.__dict__.update(state)
+        return twin
+
+    def _empty_twin(self) -> KVCache:
+        twin = copy.copy(self)
+        twin.__dict__ = {k: v for k, v in self.__dict__.items() if k not in ("layers", "storage")}
+        twin.storage = Storage(self.pool, [])
+        twin.layers = twin._build(twin.storage)
         return twin
 
     def __deepcopy__(self, memo) -> KVCache:
@@ -445,6 +470,12 @@ def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else n
 
 
+def columns_within(mask: np.ndarray, lengths: Sequence[int]) -> int:
+    """Leading columns in which row `r` has at most `lengths[r]` tokens; at least one is left to compute."""
+    fits = (np.cumsum(mask, axis=1) <= np.asarray(lengths)[:, None]).all(axis=0)
+    return min(int(fits.argmin()) if not fits.all() else len(fits), mask.shape[1] - 1)
+
+
 def _state_bytes(layer) -> int:
     if not isinstance(layer, LinearAttentionLayer):
         return 0
@@ -456,7 +487,7 @@ class PagedCache(KVCache):
     """Everything, exactly, in blocks: grows without copying, shares blocks between rows and forks, gives back what it
     drops (PagedAttention, Kwon et al. 2023)."""
 
-    def __init__(self, config, *, block_size: int = 16, **choices):
+    def __init__(self, config, *, block_size: int | None = None, **choices):
         super().__init__(config, block_size=block_size, **choices)
 
 
@@ -476,8 +507,6 @@ class SlidingWindowCache(KVCache):
 class QuantizedCache(KVCache):
     """Sealed blocks in 8, 4 or 2 bits, keys per channel and values per token (KIVI, Liu et al. 2024), or in fp8; the
     newest `residual` positions stay exact. Each token is quantised once, and attended to packed."""
-
-    default_block_size = 64
 
     def __init__(
         self,

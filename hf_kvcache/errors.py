@@ -1,5 +1,7 @@
 """Every error this package raises on purpose. Each message names the value, the limit and the way out."""
 
+from __future__ import annotations
+
 
 class KVCacheError(Exception):
     """Base of all errors of the package: catch this to catch them all."""
@@ -18,17 +20,28 @@ class CacheStateError(KVCacheError, RuntimeError):
 
 
 class CapacityError(KVCacheError, RuntimeError):
-    """The pool has no room for what was asked; every live sequence is as it was.
+    """The pool has no room for what was asked; every live sequence is as it was, and nothing was evicted.
 
     Attributes:
         needed: what the operation needed beyond what is in use, in `unit`.
-        available: what was left, in `unit`.
+        available: what was left, in `unit`: free, or held only by the prefix index (`evictable` of it) and not pinned.
         unit: `"tokens"` or `"bytes"`.
+        longest: tokens that the longest row could have had after the refused pass.
     """
 
-    def __init__(self, message: str, *, needed: int, available: int, unit: str):
-        super().__init__(message)
-        self.needed, self.available, self.unit = needed, available, unit
+    def __init__(
+        self, message: str, *, needed: int, available: int, unit: str, evictable: int = 0, longest: int | None = None
+    ):
+        super().__init__(
+            message if longest is None else f"{message} The longest context that fits is {longest} tokens."
+        )
+        self.message, self.needed, self.available, self.unit = message, needed, available, unit
+        self.evictable, self.longest = evictable, longest
+
+    def with_longest(self, longest: int) -> CapacityError:
+        """The same error, saying how long the context may be."""
+        numbers = {name: getattr(self, name) for name in ("needed", "available", "unit", "evictable")}
+        return CapacityError(self.message, **numbers, longest=longest)
 
 
 class UnsupportedError(KVCacheError, NotImplementedError):

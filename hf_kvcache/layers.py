@@ -126,7 +126,7 @@ class LayerStorage:
         if self.geometry is None and spec.kv_heads is not None:
             geometry = Geometry(spec.kv_heads, spec.k_dim, spec.v_dim, self.block_size, dtype)
             for store in self.group.store.stores:
-                if store.pages[self.index] is None:
+                if store.is_vacant(self.index) and not store.holds(self.index, geometry, device):
                     store.bind(self.index, geometry, device)
 
     def _bind(self, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -140,6 +140,12 @@ class LayerStorage:
                     )
                 store.bind(self.index, geometry, k.device)
         self.geometry, self.device = geometry, k.device
+
+    def take_over(self, columns: int) -> None:
+        """Hold columns that another cache has computed and stored."""
+        self.columns = columns
+        self.geometry = self.group.store.sealed.pages[self.index].geometry
+        self.device = self.group.store.sealed.device(self.index)
 
     def plain_bytes(self) -> int:
         """Bytes that a plain cache holds for the same columns of this layer."""

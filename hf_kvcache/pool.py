@@ -1,7 +1,8 @@
-"""Pages with reference counts, and the pool that limits them.
+"""Pages with reference counts, and the pool that limits and shares them.
 
 A **page** is the bytes of one block in one layer. Nothing here knows which row a page belongs to: that is the business of the
-block tables (`blocks.py`), which take pages from a store and give them back.
+block tables (`blocks.py`), which take pages from a store and give them back. The prefix index (`prefix.py`) is one more
+owner: a page that only it refers to stays findable, and makes room when a limit would be passed.
 """
 
 from __future__ import annotations
@@ -9,18 +10,23 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from . import capacity
 from .codecs import Codec, Geometry
 from .codecs.packing import order_for
-from .errors import CapacityError, ConfigurationError, IntegrityError
+from .errors import CacheInputError, CacheStateError, CapacityError, ConfigurationError, IntegrityError
+from .identity import Identity
 from .kernels.base import Pages
+from .metrics import PoolMetrics, ReuseCounter
+from .prefix import Node, PrefixIndex, Root
 
 GROWTH = 32  # a full store grows by a 32nd: at most 3 % is reserved beyond what is used, and nothing stored ever moves
 
@@ -29,13 +35,16 @@ class PageStore:
     """Pages of one codec for all layers of a group, in one place (a device or a host), with reference counts.
 
     A page id means the same block in every layer. Memory comes in **slabs**, one tensor per layer and slab, allocated
-    when a layer first needs it; a slab is never moved, and given back when none of its pages is in use.
+    when a layer first needs it; a slab is never moved, and given back when none of its pages is in use. One reference to
+    each of the pages in `named` is the prefix index's, which is told when it is the last one.
     """
 
-    def __init__(self, codec: Codec, layers: int, lock: _Lock, *, host: bool = False, poison: bool = False):
-        self.codec, self.lock, self.host, self.poison = codec, lock, host, poison
+    def __init__(
+        self, codec: Codec, layers: int, lock: _Lock, index: PrefixIndex, *, host: bool = False, poison: bool = False
+    ):
+        self.codec, self.lock, self.index, self.host, self.poison = codec, lock, index, host, poison
         self.reserve = 0  # pages of the first slab, at least
-        self.refs = np.zeros(0, np.int32)
+        self.refs, self.named = np.zeros(0, np.int32), np.zeros(0, bool)
         self.slab_of, self.row_of = np.zeros(0, np.int32), np.zeros(0, np.int32)
         self.free: list[int] = []
         self.retired: list[int] = []  # ids whose slab was given back; reused before new ids are made
@@ -45,7 +54,7 @@ class PageStore:
 
     @property
     def used(self) -> int:
-        """Pages that some table refers to."""
+        """Pages that somebody refers to."""
         return len(self.refs) - len(self.free) - len(self.retired)
 
     @property
@@ -105,15 +114,31 @@ class PageStore:
         return taken
 
     def retain(self, ids: np.ndarray) -> None:
+        woken = ids[self.named[ids] & (self.refs[ids] == 1)]
         np.add.at(self.refs, ids, 1)
+        if len(woken):
+            self.index.wake(self, dict.fromkeys(woken.tolist()))
 
     def release(self, ids: np.ndarray) -> None:
         """Drop one reference for each of `ids`; pages without any go back to the free list, last freed first used."""
         np.subtract.at(self.refs, ids, 1)
+        resting = ids[self.named[ids] & (self.refs[ids] == 1)]
+        if len(resting):
+            self.index.rest(self, dict.fromkeys(resting[::-1].tolist()))  # the end of a row first
         freed = np.unique(ids[self.refs[ids] == 0])
         if self.poison:
             self._poison(freed)
         self.free.extend(freed[::-1].tolist())
+
+    def name(self, page: int) -> None:
+        """The prefix index names this page now, which somebody uses."""
+        self.refs[page] += 1
+        self.named[page] = True
+
+    def unname(self, page: int) -> None:
+        """The prefix index no longer names this page."""
+        self.named[page] = False
+        self.release(np.array([page], np.int32))
 
     def trim(self) -> None:
         """Give back the memory of slabs that hold no page in use."""
@@ -142,6 +167,7 @@ class PageStore:
         fresh = fresh + list(range(old, old + count - len(fresh)))
         extra = count if not old else max(0, max(fresh) + 1 - old)
         self.refs = np.concatenate([self.refs, np.zeros(extra, np.int32)])
+        self.named = np.concatenate([self.named, np.zeros(extra, bool)])
         self.slab_of = np.concatenate([self.slab_of, np.full(extra, -1, np.int32)])
         self.row_of = np.concatenate([self.row_of, np.zeros(extra, np.int32)])
         self.slab_of[fresh] = len(self.slab_sizes)
@@ -164,7 +190,9 @@ class PageStore:
         wrong = np.nonzero(self.refs != expected)[0]
         if len(wrong):
             i = wrong[0]
-            raise IntegrityError(f"page {i} of {self.codec} has {self.refs[i]} references, tables hold {expected[i]}.")
+            raise IntegrityError(
+                f"page {i} of {self.codec} has {self.refs[i]} references, its owners hold {expected[i]}."
+            )
         idle = np.sort(np.array(self.free + self.retired, dtype=np.int64))
         if not np.array_equal(idle, np.nonzero(self.refs == 0)[0]):
             raise IntegrityError(f"free list of {self.codec} and reference counts disagree.")
@@ -219,6 +247,16 @@ class Demand:
     open_freed: int = 0
     sealed_freed: int = 0
 
+    @property
+    def blocks(self) -> int:
+        """Blocks more on the device, once the pass is over."""
+        return self.open + self.sealed - self.open_freed - self.sealed_freed
+
+    def nbytes(self, group: GroupStore) -> int:
+        """The same in bytes."""
+        opened, sealed = self.open - self.open_freed, self.sealed - self.sealed_freed
+        return opened * group.open.page_bytes + sealed * group.sealed.page_bytes
+
 
 class _Lock:
     """A re-entrant lock that also takes back the pages of caches that were dropped, once nobody is at work inside it."""
@@ -252,39 +290,67 @@ class _Lock:
 
 
 class BlockPool:
-    """Pages for any number of caches of one model, with an optional limit.
+    """Pages for any number of caches of one model, in any number of threads, with an optional limit.
+
+    What its sessions (`session`) have computed stays findable after they are done. With a limit it is given up, least
+    useful first, when a cache needs the room; without one it stays until `drop_prefixes()`.
 
     Args:
         config: the model's config; caches of another model are refused.
         capacity_tokens: slots that each group of layers may hold (rounded down to blocks). Groups that keep every position
             on the device reserve them at once, in one slab per layer (a lossy codec: as sealed pages).
         capacity_bytes: bytes that all pages in use on the device may hold.
+        memory_fraction: this share of the device memory that is free now, with `model` loaded, less what one measured
+            pass of `model` needs beside it (`capacity.py`), as `capacity_bytes`.
+        model: the model of `memory_fraction`.
+        block_size: positions per block of the caches that do not say otherwise.
         poison: fill fresh and freed pages with NaN, so that reading a slot that holds no token shows. For tests.
+        clock: seconds, for priorities and metrics. For tests.
 
     Raises:
         ConfigurationError: for a limit that is not positive.
     """
 
-    def __init__(self, config=None, *, capacity_tokens=None, capacity_bytes=None, poison=False):
+    def __init__(
+        self,
+        config=None,
+        *,
+        capacity_tokens: int | None = None,
+        capacity_bytes: int | None = None,
+        memory_fraction: float | None = None,
+        model: torch.nn.Module | None = None,
+        block_size: int = 16,
+        poison: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        if memory_fraction is not None:
+            if capacity_bytes is not None or model is None:
+                raise ConfigurationError(
+                    f"memory_fraction={memory_fraction} takes the place of capacity_bytes, and is measured with the loaded "
+                    "model: pass model=... with it, and no capacity_bytes."
+                )
+            capacity_bytes = capacity.budget(model, memory_fraction)
         for name, value in (("capacity_tokens", capacity_tokens), ("capacity_bytes", capacity_bytes)):
             if value is not None and value <= 0:
                 raise ConfigurationError(f"{name}={value} leaves no room for a single token; give a positive number.")
-        self.config, self.capacity_tokens, self.capacity_bytes, self.poison = (
-            config,
-            capacity_tokens,
-            capacity_bytes,
-            poison,
-        )
+        self.config, self.block_size, self.poison = config, block_size, poison
+        self.capacity_tokens, self.capacity_bytes = capacity_tokens, capacity_bytes
         self.groups: dict[tuple, GroupStore] = {}
         self.tables = weakref.WeakSet()  # the `BlockTable`s that take pages from here
         self.lock = _Lock()
+        self.prefixes = PrefixIndex(clock)
+        self.reuse = ReuseCounter()
+        self.failures = 0
+        self._model: tuple[Identity, weakref.ref] | None = None  # whose keys and values are here
 
     def group(self, layers: tuple[int, ...], codec: Codec, block_size: int, tiered: bool, native: Codec) -> GroupStore:
         """The stores for `layers` with this codec and block size; made at the first call, shared afterwards."""
         with self.lock:
             key = (layers, codec.name, block_size, tiered)
             if key not in self.groups:
-                make = lambda codec, host: PageStore(codec, len(layers), self.lock, host=host, poison=self.poison)  # noqa: E731
+                make = lambda codec, host: PageStore(  # noqa: E731
+                    codec, len(layers), self.lock, self.prefixes, host=host, poison=self.poison
+                )
                 open_ = make(native, False)
                 sealed = open_ if codec.lossless else make(codec, False)
                 self.groups[key] = GroupStore(open_, sealed, make(codec, True) if tiered else None, block_size)
@@ -296,54 +362,102 @@ class BlockPool:
         if self.capacity_tokens is not None:
             group.sealed.reserve = self.capacity_tokens // group.block_size
 
+    # ---- room -------------------------------------------------------------------------------------------------------
+
     def reserve(self, demands: Sequence[tuple[GroupStore, Demand]]) -> list[tuple[list[int], list[int], list[int]]]:
-        """Take `(open, sealed, cold)` pages for every group, or none at all.
+        """Take `(open, sealed, cold)` pages for every group, or none at all. Evicts what must make room for them.
 
         Raises:
-            CapacityError: when a limit would be passed; nothing was taken.
+            CapacityError: when a limit would be passed; nothing was taken and nothing evicted.
         """
         with self.lock:
-            if self.capacity_tokens is not None:
-                for group, demand in demands:
-                    self._check_tokens(group, demand.open + demand.sealed - demand.open_freed - demand.sealed_freed)
-            if self.capacity_bytes is not None:
-                self._check_bytes(demands)
+            error = self._refusal(demands)
+            if error is not None:
+                self.failures += 1
+                raise error
+            for group, demand in demands:
+                while self._tokens_short(group, demand) > 0:
+                    self._evict([group.sealed], "capacity")
+            while self._bytes_short(demands) > 0:
+                self._evict([group.sealed for group in self.groups.values()], "capacity")
             return [
                 (group.open.take(d.open), group.sealed.take(d.sealed), group.cold.take(d.cold) if d.cold else [])
                 for group, d in demands
             ]
 
-    def _check_tokens(self, group: GroupStore, blocks: int) -> None:
-        limit = self.capacity_tokens // group.block_size
-        used = sum(store.used for store in group.resident)
-        if used + blocks > limit:
-            free = (limit - used) * group.block_size
-            raise CapacityError(
-                f"{blocks} more blocks of {group.block_size} tokens are needed, {limit - used} of {limit} are free "
-                f"(capacity_tokens={self.capacity_tokens}): at most {free} more tokens fit. Shorten the input, crop or "
-                "reset a cache of this pool, or give the pool more.",
-                needed=blocks * group.block_size,
-                available=free,
-                unit="tokens",
-            )
+    def fits(self, demands: Sequence[tuple[GroupStore, Demand]]) -> bool:
+        """Whether `reserve` would succeed. Changes nothing."""
+        with self.lock:
+            return self._refusal(demands) is None
 
-    def _check_bytes(self, demands: Sequence[tuple[GroupStore, Demand]]) -> None:
-        used = sum(store.used * store.page_bytes for group in self.groups.values() for store in group.resident)
-        needed = sum(
-            (d.open - d.open_freed) * group.open.page_bytes + (d.sealed - d.sealed_freed) * group.sealed.page_bytes
-            for group, d in demands
-        )
-        if used + needed > self.capacity_bytes:
-            raise CapacityError(
-                f"{needed} more bytes are needed, {self.capacity_bytes - used} of {self.capacity_bytes} are free. "
-                "Shorten the input, crop or reset a cache of this pool, choose fewer bits, or give the pool more.",
+    def can_admit(self, lengths: Sequence[int], **choices) -> bool:
+        """Whether rows of `lengths` tokens (prompt and answer) have room now, without any reuse, in a session with
+        these choices; evicting what is not in use where necessary. Changes nothing."""
+        return self.session(**choices).can_admit(lengths)
+
+    def _tokens_short(self, group: GroupStore, demand: Demand) -> int:
+        """Blocks beyond `capacity_tokens` that a group would hold."""
+        if self.capacity_tokens is None:
+            return 0
+        return sum(store.used for store in group.resident) + demand.blocks - self.capacity_tokens // group.block_size
+
+    def _bytes_short(self, demands: Sequence[tuple[GroupStore, Demand]]) -> int:
+        """Bytes beyond `capacity_bytes` that the pool would hold."""
+        if self.capacity_bytes is None:
+            return 0
+        return self.bytes_used() + sum(demand.nbytes(group) for group, demand in demands) - self.capacity_bytes
+
+    def bytes_used(self) -> int:
+        """Bytes of all pages in use on the device."""
+        return sum(store.used * store.page_bytes for group in self.groups.values() for store in group.resident)
+
+    def _refusal(self, demands: Sequence[tuple[GroupStore, Demand]]) -> CapacityError | None:
+        """The error of an append that does not fit, even if all that can be evicted were."""
+        way_out = "or reset a cache of this pool, unpin a prefix, or give the pool more."
+        for group, demand in demands:
+            short, evictable = self._tokens_short(group, demand), self.prefixes.evictable(group.sealed)
+            if short > evictable:
+                limit, size = self.capacity_tokens // group.block_size, group.block_size
+                free = demand.blocks - short
+                return CapacityError(
+                    f"{demand.blocks} more blocks of {size} tokens are needed, {free} of {limit} are free and {evictable} "
+                    f"evictable (capacity_tokens={self.capacity_tokens}): at most {(free + evictable) * size} more tokens "
+                    f"fit. Shorten the input, crop {way_out}",
+                    needed=demand.blocks * size,
+                    available=(free + evictable) * size,
+                    evictable=evictable * size,
+                    unit="tokens",
+                )
+        short = self._bytes_short(demands)
+        stores = {group.sealed: group.block_size for group in self.groups.values()}
+        blocks = sum(self.prefixes.evictable(store) for store in stores)
+        evictable = sum(self.prefixes.evictable(store) * store.page_bytes for store in stores)
+        if short > evictable:
+            needed = sum(demand.nbytes(group) for group, demand in demands)
+            free = needed - short
+            return CapacityError(
+                f"{needed} more bytes are needed ({sum(d.blocks for _, d in demands)} blocks), {free} of "
+                f"{self.capacity_bytes} are free and {evictable} evictable ({blocks} blocks). Shorten the input, choose "
+                f"fewer bits, crop {way_out}",
                 needed=needed,
-                available=self.capacity_bytes - used,
+                available=free + evictable,
+                evictable=evictable,
                 unit="bytes",
             )
+        return None
+
+    def _evict(self, stores: list[PageStore], reason: str) -> None:
+        gone = self.prefixes.evict(stores, reason)
+        if not gone:
+            raise IntegrityError(f"nothing is left to evict in {stores}, though room was counted there.")
+        self._unname(gone)
+
+    def _unname(self, gone: list[tuple[PageStore, int]]) -> None:
+        for store, page in gone:
+            store.unname(page)
 
     def trim(self) -> None:
-        """Give back the memory of slabs that no table uses."""
+        """Give back the memory of slabs that nothing uses."""
         with self.lock:
             for group in self.groups.values():
                 for store in group.stores:
@@ -353,11 +467,99 @@ class BlockPool:
         """Bytes of all storages, counted once each."""
         return sum(store.nbytes() for group in self.groups.values() for store in group.stores)
 
-    def check_integrity(self) -> None:
-        """Recount every reference from the tables.
+    # ---- reuse ------------------------------------------------------------------------------------------------------
+
+    def session(self, **options):
+        """A cache that finds what other sessions of this pool have computed; see `Session` for the options."""
+        from .session import Session  # speaks transformers, which nothing else here does
+
+        return Session(self, **options)
+
+    def bind(self, model: torch.nn.Module) -> Identity:
+        """Say which weights fill this pool; at the first time for good.
 
         Raises:
-            IntegrityError: when a count, a free list or a table contradicts another.
+            CacheInputError: when other weights have filled it.
+        """
+        identity = Identity.of(model)
+        with self.lock:
+            if self._model is not None and self._model[0].weights != identity.weights:
+                raise CacheInputError(
+                    f"this {type(model).__name__} has other weights than the model whose keys and values the pool holds (or "
+                    "they were changed): use a pool for each model, or reset the sessions and call drop_prefixes()."
+                )
+            self._model = identity, weakref.ref(model)
+            return identity
+
+    @property
+    def identity(self) -> Identity | None:
+        """What filled this pool, as it was last seen; None before a session has seen a model."""
+        return self._model and self._model[0]
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The model that was last seen, while it exists."""
+        return self._model and self._model[1]()
+
+    def publish(self, root: Root, parent: Node, tokens: bytes, media: tuple, pages: Sequence[int | None]) -> Node:
+        """Enter a block into the prefix index (see `PrefixIndex.insert`), which then shares its pages."""
+        node, named = self.prefixes.insert(root, parent, tokens, media, pages)
+        for store, page in named:
+            store.name(page)
+        return node
+
+    def drop_prefixes(self) -> None:
+        """Forget all prefixes, pinned ones too, and which model computed them.
+
+        Raises:
+            CacheStateError: while a cache uses a shared block; nothing was dropped.
+        """
+        with self.lock:
+            used = sum(store.refs[page] > 1 for store, page in self.prefixes.slots)
+            if used:
+                raise CacheStateError(
+                    f"{used} cached blocks are in use: reset the sessions that hold them (or let go of them) before "
+                    "drop_prefixes()."
+                )
+            self._unname(self.prefixes.drop("dropped"))
+            self._model = None
+            self.trim()
+
+    # ---- looking ----------------------------------------------------------------------------------------------------
+
+    def metrics(self) -> PoolMetrics:
+        """Numbers of this moment; see `PoolMetrics`. For whoever runs the pool: a tenant's own are its sessions'."""
+        with self.lock:
+            stores = {store: group.block_size for group in self.groups.values() for store in group.stores}
+            shares = [self.bytes_used() / self.capacity_bytes] if self.capacity_bytes else []
+            if self.capacity_tokens:
+                shares += [
+                    sum(store.used for store in group.resident) * group.block_size / self.capacity_tokens
+                    for group in self.groups.values()
+                ]
+            return PoolMetrics(
+                blocks_used=sum(store.used for store in stores),
+                blocks_shared=sum(int((store.refs - store.named > 1).sum()) for store in stores),
+                blocks_cached=len(self.prefixes.slots),
+                blocks_evictable=sum(self.prefixes.evictable(store) for store in stores),
+                blocks_pinned=sum(slot.node.pins > 0 for slot in self.prefixes.slots.values()),
+                resident_tokens=sum(int(table.kept.sum()) for table in list(self.tables)),
+                resident_slots=sum(store.used * size for store, size in stores.items()),
+                bytes_used=self.bytes_used(),
+                bytes_allocated=self.nbytes(),
+                occupancy=max(shares, default=None),
+                reuse=self.reuse.metrics(),
+                evictions=self.prefixes.evicted.copy(),
+                allocation_failures=self.failures,
+                block_lifetime=self.prefixes.lifetimes.copy(),
+                reuse_gap=self.prefixes.gaps.copy(),
+            )
+
+    def check_integrity(self) -> None:
+        """Recount every reference, from the tables and from the prefix index.
+
+        Raises:
+            IntegrityError: when a count, a free list, a table or the index contradicts another.
         """
         with self.lock:
             tables = list(self.tables)
@@ -367,6 +569,11 @@ class BlockPool:
                     for table in tables:
                         if table.group is group:
                             np.add.at(expected, table.references(store), 1)
+                    named = [page for owner, page in self.prefixes.slots if owner is store]
+                    if sorted(named) != np.nonzero(store.named)[0].tolist():
+                        raise IntegrityError(f"{store.codec} and the prefix index disagree about the pages it names.")
+                    expected[named] += 1
                     store.check_integrity(expected)
             for table in tables:
                 table.check_integrity()
+            self.prefixes.check_integrity(lambda store, page: store.refs[page] > 1)

@@ -53,6 +53,14 @@ class RotaryAngles:
         return Rotation(cos, sin, self.interleaved)
 
 
+def depends_on_length(config) -> bool:
+    """Whether the rotary embedding of a position depends on how long the text is that it is part of."""
+    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = [parameters, *parameters.values()] if isinstance(parameters, dict) else []
+    types = [kind.get("rope_type", "default") for kind in kinds if isinstance(kind, dict)]
+    return any("dynamic" in name or name == "longrope" for name in types)
+
+
 def _inverse_frequencies(config, parameters: dict) -> torch.Tensor:
     rope_type = parameters.get("rope_type", "default")
     if rope_type != "default":

@@ -7,15 +7,18 @@ A forward pass goes through in two halves per layer, as the models do it: `Layer
 
 from __future__ import annotations
 
+import bisect
+
 import numpy as np
 import torch
 
+from .blocks import Attached
 from .compiled import ticket_for
 from .errors import CacheInputError, CacheStateError, CapacityError
 from .kernels import dispatch
 from .layers import LayerStorage
 from .passes import LayerGroup
-from .pool import BlockPool
+from .pool import BlockPool, Demand, GroupStore
 
 SPECULATION = 256  # more than any assistant proposes at once
 
@@ -98,9 +101,27 @@ class Storage:
         with self.pool.lock:
             keep_new = q_len == 1 or (self.columns > 0 and q_len <= dispatch.QUERIES)
             planned = [group.table.prepare(batch, counts, keep_new=keep_new) for group in self.groups]
-            pages = self.pool.reserve([(g.store, demand) for g, (_, demand) in zip(self.groups, planned, strict=True)])
+            try:
+                pages = self.pool.reserve(
+                    [(g.store, demand) for g, (_, demand) in zip(self.groups, planned, strict=True)]
+                )
+            except CapacityError as error:
+                raise error.with_longest(self._longest(batch, q_len, valid, keep_new)) from None
             for group, (row_plans, _), taken in zip(self.groups, planned, pages, strict=True):
                 group.begin(row_plans, taken, q_len, valid)
+
+    def demands(self, counts: np.ndarray, keep_new: bool = False) -> list[tuple[GroupStore, Demand]]:
+        """What a pass of `counts[row]` tokens would take from the pool."""
+        return [(g.store, g.table.prepare(len(counts), counts, keep_new=keep_new)[1]) for g in self.groups]
+
+    def _longest(self, batch: int, q_len: int, valid: np.ndarray | None, keep_new: bool) -> int:
+        """Tokens that the longest row can have after a pass of fewer columns, found by bisection."""
+        tokens = np.broadcast_to(np.arange(q_len + 1), (batch, q_len + 1))
+        if valid is not None:
+            tokens = np.concatenate([np.zeros((batch, 1), int), np.cumsum(valid, axis=1)], axis=1)
+        fits = lambda n: self.pool.fits(self.demands(tokens[:, n], keep_new))  # noqa: E731
+        n = bisect.bisect_left(range(1, q_len + 1), True, key=lambda n: not fits(n))
+        return max(int((group.table.length + tokens[:, n]).max()) for group in self.groups)
 
     def _new_columns(self, padding: np.ndarray | None, batch: int, q_len: int) -> np.ndarray | None:
         """Which of the pass's columns hold a token, from the padding mask that the model's masks were made from."""
@@ -234,6 +255,17 @@ class Storage:
                 layer.columns, layer.geometry, layer.device = 0, None, None
         self.pool.trim()
 
+    def attach(self, rows: list[list[Attached]], columns: int, valid: np.ndarray | None) -> None:
+        """Become a batch that begins with blocks of the prefix index: a list of rows for each group, `columns` columns of
+        which `valid` hold a token (None where all do)."""
+        self.settle()
+        for group, attached in zip(self.groups, rows, strict=True):
+            group.table.attach(attached)
+            group.step = None
+        self.columns, self.batch, self.valid = columns, len(rows[0]), valid
+        for layer in filter(None, self.layers):
+            layer.take_over(columns)
+
     def adopt(self, other: Storage) -> None:
         """Become a copy of `other` (built alike) that shares its blocks."""
         other.settle()
@@ -249,4 +281,4 @@ class Storage:
     def record_past(self) -> None:
         """Keep `SPECULATION` positions beyond every window from now on: speculative tokens may have to be taken back."""
         for group in self.groups:
-            group.table.slack = SPECULATION
+            group.table.slack = max(SPECULATION, group.table.least_slack)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from eval import models
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -52,6 +56,34 @@ def test_the_recipe_compares_caches_and_ends_with_json(tmp_path):
     assert Path(result["plot"]).stat().st_size > 10_000
 
 
+@pytest.mark.demo
+@pytest.mark.slow
+def test_the_recipes_of_reuse_show_what_it_saves(monkeypatch, capsys):
+    monkeypatch.setattr(models, "load", functools.cache(models.load))
+
+    def run(recipe: str, *options: int | str) -> dict:
+        assert f"`python recipes/{recipe}`" in README
+        monkeypatch.setattr(sys, "argv", [recipe, *map(str, options)])
+        runpy.run_path(str(ROOT / "recipes" / recipe), run_name="__main__")
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    turns = run("chat_session.py", "--turns", 3, "--user-tokens", 20, "--new-tokens", 13)["turns"]
+    assert [turn["history"] for turn in turns] == [0, 33, 66] and all(turn["same_token"] for turn in turns)
+    assert [turn["found"] for turn in turns] == [0, 32, 64]
+
+    shared = run("shared_prefix.py", "--requests", 4, "--prefix-tokens", 96, "--own-tokens", 16, "--new-tokens", 2)
+    assert shared["same_tokens"] and shared["pinned_tokens"] == 96 and shared["blocks_shared"] == 6
+    assert shared["bytes"] * 2 < shared["bytes_apart"] and shared["bytes_over_needed"] < 1.4
+    assert shared["hit_rate"] >= 3 * 96 / (4 * 112)
+
+    tree = run("tree_search.py", "--prompt-tokens", 48, "--depth", 2, "--samples", 2, "--new-tokens", 4)
+    assert (
+        tree["computed"] * 2 < tree["computed_without"]
+        and tree["slots"] < tree["tokens"]
+        and tree["blocks_shared"] >= 3
+    )
+
+
 def test_the_recipes_are_short_and_use_public_names_only():
     for recipe in (ROOT / "recipes").glob("*.py"):
         text = recipe.read_text()
@@ -71,5 +103,5 @@ def test_every_change_to_the_public_names_is_documented():
     import hf_kvcache
 
     changelog = (ROOT / "CHANGELOG.md").read_text()
-    for name in ("PagedCache", "SlidingWindowCache", "QuantizedCache", "OffloadedCache", "BlockPool"):
+    for name in ("PagedCache", "SlidingWindowCache", "QuantizedCache", "OffloadedCache", "BlockPool", "Session"):
         assert name in hf_kvcache.__all__ and name in changelog and name in README
