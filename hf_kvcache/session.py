@@ -88,7 +88,7 @@ class Session(KVCache):
         self._model: weakref.ref | None = None
         self._seen: Identity | None = None  # what it is, where that was just looked at
         self._inputs = b""  # digest of what else the model is given
-        self._from_scratch = False  # whether the next pass computes the whole prompt whatever is held
+        self._from_scratch = False  # whether the model computes the whole prompt whatever is held
         self._root: Root | None = None  # where what is held belongs
         self._tails: list[Node] = []  # for each row, or for each that rows were made of, the last block in the index
         self._shown: torch.Tensor | None = None  # ids of all columns, as generate() last had them
@@ -123,9 +123,8 @@ class Session(KVCache):
             )
         mask = inputs.pop("attention_mask", None)
         mask = torch.ones_like(input_ids) if mask is None else mask
-        self._inputs, self._from_scratch = self._digest(inputs), _speculates(model, inputs)
-        self.prepare(input_ids, mask, model=model)
-        self._from_scratch = False
+        self._see(model)
+        self._begin(input_ids, mask, self._digest(inputs), _speculates(model, inputs))
         self._repeat(model, inputs, len(input_ids))
         watched = "assistant_model" not in inputs  # an assistant may speak other ids
         if watched:
@@ -154,7 +153,7 @@ class Session(KVCache):
         """
         if model is not None:
             self._see(model)
-        return super().prepare(input_ids, attention_mask)
+        return self._begin(input_ids, attention_mask, b"", False)
 
     def publish(self) -> None:
         """Enter the full blocks whose tokens are known into the pool's prefix index. `generate`, `prepare` and `reset` do it
@@ -278,6 +277,12 @@ class Session(KVCache):
         repeats = max(get("num_beams"), get("num_return_sequences"))
         if rows > 1 and repeats > 1 and self.storage.columns:
             self.batch_repeat_interleave(repeats)
+
+    def _begin(self, input_ids, attention_mask, inputs: bytes, from_scratch: bool) -> int:
+        """`prepare` for a model that is also given what `inputs` is the digest of, and perhaps computes the whole prompt
+        whatever is held."""
+        self._inputs, self._from_scratch = inputs, from_scratch
+        return super().prepare(input_ids, attention_mask)
 
     # ---- finding ----------------------------------------------------------------------------------------------------
 

@@ -275,6 +275,10 @@ def test_whatever_else_the_model_is_given_counts_where_no_media_are_declared(mod
         session = pool.session()
         session.generate(model, ids, **inputs, **OPTIONS)
         assert hits(session) == found
+    session.generate(model, torch.cat([ids, text(1, 4, 1)], 1), position_ids=torch.arange(34)[None], **OPTIONS)
+    before = pool.metrics().blocks_cached
+    session.prepare(text(1, 30), model=model)
+    assert hits(session) == 29 + 29 and pool.metrics().blocks_cached == before, "by hand there is nothing else again"
 
 
 def test_other_weights_are_refused_until_the_prefixes_are_dropped():
