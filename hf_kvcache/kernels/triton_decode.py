@@ -58,10 +58,10 @@ LAUNCHES = {
     ("int8", 64): Launch(2, 3, 64),
     ("int8", 128): Launch(4, 3, 64),
     ("int8", 256): Launch(4, 3, 64),
-    ("int4", 64): Launch(1, 3, 64),
+    ("int4", 64): Launch(1, 3, 32),
     ("int4", 128): Launch(2, 3, 64),
     ("int4", 256): Launch(4, 3, 64),
-    ("int2", 64): Launch(2, 3, 64),
+    ("int2", 64): Launch(2, 2, 64),
     ("int2", 128): Launch(2, 3, 64),
     ("int2", 256): Launch(4, 3, 64),
 }
