@@ -95,7 +95,8 @@ class PageStore:
 
     def _add_slab(self, pages: Pages, number: int, device: torch.device) -> None:
         shape, pin = (self.slab_sizes[number], pages.layout.nbytes), self.host and torch.cuda.is_available()
-        slab = torch.empty(shape, dtype=torch.uint8, device=device, pin_memory=pin)
+        with torch.inference_mode(False):  # pages outlive the pass that needs them first, and are written to in others
+            slab = torch.empty(shape, dtype=torch.uint8, device=device, pin_memory=pin)
         if device.type == "cpu" and not pin:
             _ask_for_huge_pages(slab)
         if self.poison:

@@ -505,6 +505,17 @@ def test_forks_of_a_system_prompt_are_right_and_leave_it_unchanged(model, config
 
 
 @EXACT
+def test_a_prompt_in_inference_mode_goes_on_outside_of_it(model, configuration, cache):
+    with torch.inference_mode():
+        forced(model, cache, text(2, 21))
+    branch = cache.fork()
+    with torch.no_grad():
+        for held in (cache, branch):  # the second one to write copies the open block
+            model(text(2, 1), **cache_kwarg(held))
+    cache.check_integrity()
+
+
+@EXACT
 def test_another_prompt_in_the_cache_leaves_the_common_prefix(model, configuration, cache):
     first, second = text(2, 15), text(2, 15, seed=1)
     second[:, :6] = first[:, :6]

@@ -44,15 +44,15 @@ def test_every_shell_command_is_run_by_ci():
 @pytest.mark.demo
 @pytest.mark.slow
 def test_the_recipe_compares_caches_and_ends_with_json(tmp_path):
-    command = [sys.executable, "recipes/compare_caches.py", "--caches", "paged,int4,window:1024+4"]
-    sizes = ["--prompt-tokens", "200", "--new-tokens", "4", "--out", str(tmp_path)]
+    command = [sys.executable, "recipes/compare_caches.py", "--caches", "paged,int4,window:128+4"]
+    sizes = ["--prompt-tokens", "200", "--new-tokens", "4", "--context", "320", "--out", str(tmp_path)]
     done = subprocess.run([*command, *sizes], cwd=ROOT, capture_output=True, text=True, check=True)
     result = json.loads(done.stdout.splitlines()[-1])
     rows = {row["cache"]: row for row in result["caches"]}
-    assert list(rows) == ["dynamic", "paged", "int4", "window:1024+4"]
+    assert list(rows) == ["dynamic", "paged", "int4", "window:128+4"]
     assert rows["paged"]["same_tokens"] and rows["paged"]["loss"]["kl_mean"] < 1e-6
     assert 1e-4 < rows["int4"]["loss"]["kl_mean"] < 0.1
-    assert rows["window:1024+4"]["loss"]["kl_mean"] > 1e-4, "the scored context is longer than the window"
+    assert rows["window:128+4"]["loss"]["kl_mean"] > 1e-4, "the scored context is longer than the window"
     assert Path(result["plot"]).stat().st_size > 10_000
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections import deque
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -21,8 +22,10 @@ from ..codecs.packing import PLANAR
 from .base import Pages, View
 
 BITS = (8, 4, 2)
+TRITON = (3, 6)  # the oldest that the kernels have been compiled with
 CAPABILITY = (8, 0)  # the first whose tensor cores take bfloat16
 ROWS = 16  # query rows of a program
+MAX_GRID = 65535  # programs that CUDA takes along the second axis of a grid
 WAVES = 2  # programs that a decode over a long context starts, in units of what runs at once
 SEALED, OPEN, ALL = range(3)  # sources of entries
 
@@ -38,6 +41,8 @@ def _obstacle() -> str | None:
         return f"{torch.cuda.get_device_name()} is older than compute capability {'.'.join(map(str, CAPABILITY))}"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install 'hf-kvcache[cuda]')"
+    if tuple(map(int, version("triton").split(".")[:2])) < TRITON:
+        return f"Triton {version('triton')} is older than {'.'.join(map(str, TRITON))}"
     return None
 
 
@@ -67,6 +72,25 @@ def decode(
     q: torch.Tensor, sealed: Pages, open_: Pages, view: View, scale: float, softcap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `reference.decode` computes, for a positive `scale`."""
+    kv_heads = sealed.geometry.kv_heads
+    at_once = MAX_GRID // kv_heads * ROWS // (q.shape[1] // kv_heads)
+    if q.shape[2] <= at_once:
+        return _decode(q, sealed, open_, view, scale, softcap)
+    cuts = [slice(start, start + at_once) for start in range(0, q.shape[2], at_once)]
+    parts = [_decode(q[:, :, cut], sealed, open_, _queries(view, cut), scale, softcap) for cut in cuts]
+    return tuple(torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True))
+
+
+def _queries(view: View, cut: slice) -> View:
+    """`view` for some of its queries."""
+    begin, end = (np.ascontiguousarray(x[:, cut]) for x in (view.begin, view.end))
+    rope = view.rope and replace(view.rope, cos=view.rope.cos[:, cut], sin=view.rope.sin[:, cut])
+    return replace(view, begin=begin, end=end, rope=rope)
+
+
+def _decode(
+    q: torch.Tensor, sealed: Pages, open_: Pages, view: View, scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     from . import triton_decode as kernels
 
     if q.dtype not in kernels.ELEMENTS:
@@ -206,7 +230,8 @@ def _places(pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
     if cached is None or cached[0] is not pages.addresses or cached[1] != state:
         if pages.order != PLANAR:
             raise ValueError(f"the CUDA kernels read codes in {PLANAR!r} order, these pages are in {pages.order!r}.")
-        offsets = torch.from_numpy((pages.addresses - base.data_ptr()) // FIELD_ALIGNMENT).to(base.device)
+        offsets = torch.from_numpy((pages.addresses - base.data_ptr()) // FIELD_ALIGNMENT)
+        offsets = offsets.to(base.device, non_blocking=True)
         cached = pages.__dict__["_cuda_places"] = (pages.addresses, state, offsets)
     return base, cached[2]
 

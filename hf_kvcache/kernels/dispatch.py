@@ -13,7 +13,7 @@ import torch
 from . import cpu, cuda, reference
 from .base import Pages, View
 
-QUERIES = 64  # queries that a decode kernel takes over storage at once; longer inputs are a prefill
+QUERIES = 64  # queries that read themselves from storage too; of longer inputs the new part is read as it came in
 
 
 _plain_torch = ContextVar("plain_torch", default=False)

@@ -13,6 +13,11 @@ from hf_kvcache.kernels.triton_decode import LAUNCHES
 from .kernels import ARCHITECTURES, H200, RECORD, combine_report, decode_report, row_report, seal_reports
 
 RECORDED = json.loads(RECORD.read_text())
+# What is moved meanwhile, in units of what an H200's memory can: less than 1 is bound by instructions.
+BOUND_BY_MEMORY = {"int8": 1.5, "int4": 1.1, "native": 1.5, "fp8": 1.5}
+SHARED_MEMORY = (
+    99 << 10
+)  # bytes that a program may have on sm_86, sm_89 and sm_120, the least of all that are supported
 # Compilers of other versions allocate a little differently.
 MORE_REGISTERS, FEWER_BYTES = 8, 0.97
 
@@ -32,12 +37,9 @@ def test_a_row_of_the_launch_table(arch: int, representation: str, size: int) ->
     assert report.spilled == 0
     assert report.registers <= recorded["registers"] + MORE_REGISTERS
     assert moved >= FEWER_BYTES * recorded["bytes_per_instruction"]
-
-
-@pytest.mark.parametrize(("representation", "least"), [("int8", 1.5), ("int4", 1.1), ("native", 1.5), ("fp8", 1.5)])
-def test_an_h200_is_bound_by_its_memory(representation: str, least: float) -> None:
-    """The recorded bytes per instruction, in units of what the device can move meanwhile."""
-    assert RECORDED[f"sm_90 {representation} 128"]["bytes_per_instruction"] / H200 >= least
+    assert report.shared <= SHARED_MEMORY
+    if arch == 90 and size == 128 and representation in BOUND_BY_MEMORY:
+        assert moved / H200 >= BOUND_BY_MEMORY[representation]
 
 
 MANY_QUERIES = {"ONE_QUERY": False, "ROPE": "halves", "SOFTCAP": True}

@@ -162,3 +162,11 @@ def test_pages_in_another_order_are_refused() -> None:
     stored = random_stored("int4", lengths=(60,), kv_heads=1, order=LANES)
     with pytest.raises(ValueError, match="'planar' order"):
         cuda.decode(random_queries(stored, 2), stored.sealed, stored.open_, stored.view, 0.125)
+
+
+def test_more_queries_than_a_grid_has_programs(monkeypatch) -> None:
+    stored = random_stored(
+        "native", lengths=(40,), q_len=21, window=9, sinks=3, rotary_dim=64, kv_heads=1, order=PLANAR
+    )
+    monkeypatch.setattr(cuda, "MAX_GRID", 1)
+    check(stored, random_queries(stored, 2), 0.125)
