@@ -53,10 +53,8 @@ SHAPES = [
     dict(k_dim=80, v_dim=96, block_size=32, group=8, lengths=(200, 0), q_len=16, partial=True, softcap=30.0),
     dict(k_dim=256, block_size=128, group=1, lengths=(500,), sinks=20, window=17, rotary_dim=64, dtype=torch.bfloat16),
 ]
-LARGEST_RMSE = {
-    "float": 1e-4,
-    "half": 2e-3,
-}  # relative; "float" is float32 storage, multiplied in three tensor float parts
+# Relative. "float" is float32 storage, multiplied in three tensor float parts; bfloat16 rounds probabilities to 8 bits.
+LARGEST_RMSE = {"float": 1e-4, "half": 2e-3, "bfloat16": 5e-3}
 MARKS = {"native": 0.8, "int8": 0.8, "int4": 0.6}  # share of a copy's bandwidth at 32k tokens, batch 8
 SLOPES = {"paged": 0.6, "int8": 0.4, "int4": 0.3}  # of the decode step against DynamicCache's
 
