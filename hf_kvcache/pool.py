@@ -392,7 +392,7 @@ class BlockPool:
 
     def can_admit(self, lengths: Sequence[int], **choices) -> bool:
         """Whether rows of `lengths` tokens (prompt and answer) have room now, without any reuse, in a session with
-        these choices; evicting what is not in use where necessary. Changes nothing."""
+        these choices; evicting what is not in use where necessary. Takes and evicts nothing."""
         return self.session(**choices).can_admit(lengths)
 
     def _tokens_short(self, group: GroupStore, demand: Demand) -> int:
