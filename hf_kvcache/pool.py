@@ -67,6 +67,8 @@ class PageStore:
         order = order_for(device)
         layout = self.codec.layout(geometry, order)
         with self.lock:
+            if self.holds(layer, geometry, device):
+                return  # another thread was first, and may have stored something already
             addresses = np.zeros(len(self.refs), np.int64)
             self.pages[layer] = Pages(self.codec, geometry, layout, order, [], self.slab_of, self.row_of, addresses)
             self._devices[layer] = torch.device("cpu") if self.host else device
