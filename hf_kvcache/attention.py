@@ -155,6 +155,7 @@ def mask(
     else:
         storage.padding = padding
     if not known:
+        storage.foreign_mask = True
         return sdpa_mask(**{**common, "allow_is_causal_skip": False})
     window = local_size if _is_sliding(mask_function) else None
     first = q_length == kv_length and (window is None or kv_length <= window)

@@ -61,13 +61,15 @@ class BlockTable:
         self._pending: list[tuple[PageStore, np.ndarray]] = []  # let go, but this forward's attention still reads them
         self.tokens_sealed = 0
         self._start(0)
-        pool.tables.add(self)
+        with pool.lock:
+            pool.tables.add(self)
 
     def _start(self, rows: int) -> None:
-        self.ids = np.zeros((rows, 8), np.int32)
-        self.first = np.zeros((rows, 9), np.int32)
-        self.n_cold, self.n_sealed, self.n_entries = (np.zeros(rows, np.int32) for _ in range(3))
-        self.length, self.gap = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+        with self.pool.lock:  # what looks at the pool looks at all of its tables
+            self.ids = np.zeros((rows, 8), np.int32)
+            self.first = np.zeros((rows, 9), np.int32)
+            self.n_cold, self.n_sealed, self.n_entries = (np.zeros(rows, np.int32) for _ in range(3))
+            self.length, self.gap = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
 
     @property
     def rows(self) -> int:
@@ -293,9 +295,10 @@ class BlockTable:
         """Free what the last forward still read, and drop the blocks that no later query sees."""
         self._free_pending()
         if self.window is not None:
-            for r in range(self.rows):
-                self._drop_outside(r)
-            self._free_pending()
+            with self.pool.lock:
+                for r in range(self.rows):
+                    self._drop_outside(r)
+                self._free_pending()
 
     def _free_pending(self) -> None:
         if self._pending:
@@ -352,35 +355,37 @@ class BlockTable:
     def crop(self, lengths: np.ndarray) -> None:
         """Cut row `r` back to `lengths[r]` tokens, exactly: nothing is recoded. `cannot_crop` must have said None."""
         self._free_pending()
-        for r in range(self.rows):
-            target = int(lengths[r])
-            if target >= self.length[r]:
-                continue
-            sink_end = int(self.first[r, self._sink_entries(r)])
-            stored = target if target <= sink_end else target - int(self.gap[r])
-            n = int(np.searchsorted(self.first[r, : self.n_entries[r]], stored))  # entries that begin before the cut
-            for store, lo, hi in self.ranges(r):
-                if hi > max(lo, n):
-                    self._let_go(store, self.ids[r, max(lo, n) : hi].copy())
-            self.n_entries[r] = n
-            self.first[r, n] = stored
-            partial = n > 0 and stored - int(self.first[r, n - 1]) < self.group.block_size
-            self.n_sealed[r] = min(int(self.n_sealed[r]), n - (self.group.lossless and partial and n > self.n_cold[r]))
-            self.n_cold[r] = min(int(self.n_cold[r]), n)
-            self.length[r] = target
-            if target <= sink_end:
-                self.gap[r] = 0
-        self._free_pending()
+        with self.pool.lock:
+            for r in range(self.rows):
+                if lengths[r] < self.length[r]:
+                    self._crop_row(r, int(lengths[r]))
+            self._free_pending()
+
+    def _crop_row(self, r: int, target: int) -> None:
+        sink_end = int(self.first[r, self._sink_entries(r)])
+        stored = target if target <= sink_end else target - int(self.gap[r])
+        n = int(np.searchsorted(self.first[r, : self.n_entries[r]], stored))  # entries that begin before the cut
+        for store, lo, hi in self.ranges(r):
+            if hi > max(lo, n):
+                self._let_go(store, self.ids[r, max(lo, n) : hi].copy())
+        self.n_entries[r] = n
+        self.first[r, n] = stored
+        partial = n > 0 and stored - int(self.first[r, n - 1]) < self.group.block_size
+        self.n_sealed[r] = min(int(self.n_sealed[r]), n - (self.group.lossless and partial and n > self.n_cold[r]))
+        self.n_cold[r] = min(int(self.n_cold[r]), n)
+        self.length[r] = target
+        if target <= sink_end:
+            self.gap[r] = 0
 
     # ---- rows -----------------------------------------------------------------------------------------------------
 
     def select(self, rows: np.ndarray) -> None:
         """Make row `i` what row `rows[i]` was: beams, batch selection, repetition. Moves no block."""
         self.settle()
-        old = [(store, self.references(store)) for store in self.group.stores]
-        for name in ROW_ARRAYS:
-            setattr(self, name, np.ascontiguousarray(getattr(self, name)[rows]))
         with self.pool.lock:
+            old = [(store, self.references(store)) for store in self.group.stores]
+            for name in ROW_ARRAYS:
+                setattr(self, name, np.ascontiguousarray(getattr(self, name)[rows]))
             for store in self.group.stores:
                 store.retain(self.references(store))
             for store, ids in old:
@@ -397,10 +402,10 @@ class BlockTable:
             residual=self.residual,
             resident=self.resident,
         )
-        for name in ROW_ARRAYS:
-            setattr(twin, name, getattr(self, name).copy())
         twin.slack, twin.least_slack, twin.tokens_sealed = self.slack, self.least_slack, self.tokens_sealed
         with self.pool.lock:
+            for name in ROW_ARRAYS:
+                setattr(twin, name, getattr(self, name).copy())
             for store in self.group.stores:
                 store.retain(twin.references(store))
         return twin
@@ -410,9 +415,10 @@ class BlockTable:
         self.slack = self.least_slack
         self._free_pending()
         with self.pool.lock:
-            for store in self.group.stores:
-                store.release(self.references(store))
-        self._start(0)
+            held = [(store, self.references(store)) for store in self.group.stores]
+            self._start(0)
+            for store, ids in held:
+                store.release(ids)
 
     def references(self, store: PageStore) -> np.ndarray:
         """Page ids of `store` that this table holds, one per reference."""
@@ -437,17 +443,18 @@ class BlockTable:
     def attach(self, rows: Sequence[Attached]) -> None:
         """Become a batch of rows that share sealed blocks with others. A last block that a row takes up in part is open
         for it where the codec is lossless: it is copied before it is written to."""
-        size, held = self.group.block_size, [(store, self.references(store)) for store in self.group.stores]
-        self._pending.clear()
-        self._start(len(rows))
-        for r, row in enumerate(rows):
-            n, stored = len(row.pages), row.length - row.dropped
-            self._reserve_entries(n + 1)
-            self.ids[r, :n] = row.pages
-            self.first[r, : n + 1] = np.minimum(np.arange(n + 1) * size, stored)
-            self.n_entries[r], self.length[r], self.gap[r] = n, row.length, row.dropped
-            self.n_sealed[r] = n - (self.group.lossless and stored % size > 0)
+        size = self.group.block_size
         with self.pool.lock:
+            held = [(store, self.references(store)) for store in self.group.stores]
+            self._pending.clear()
+            self._start(len(rows))
+            for r, row in enumerate(rows):
+                n, stored = len(row.pages), row.length - row.dropped
+                self._reserve_entries(n + 1)
+                self.ids[r, :n] = row.pages
+                self.first[r, : n + 1] = np.minimum(np.arange(n + 1) * size, stored)
+                self.n_entries[r], self.length[r], self.gap[r] = n, row.length, row.dropped
+                self.n_sealed[r] = n - (self.group.lossless and stored % size > 0)
             self.group.sealed.retain(self.ids[np.arange(self.ids.shape[1]) < self.n_entries[:, None]])
             for store, ids in held:
                 store.release(ids)

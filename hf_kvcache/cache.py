@@ -185,11 +185,11 @@ class KVCache(Cache):
     @property
     def _is_user_defined(self) -> bool:
         """Set by generate() on every cache that a user hands in; from then on positions are checked."""
-        return self.storage.in_generate
+        return self.storage.checks_positions
 
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
-        self.storage.in_generate = value
+        self.storage.checks_positions = value
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         if layer_idx >= len(self.layers):
@@ -341,7 +341,7 @@ class KVCache(Cache):
 
     def can_admit(self, lengths: Sequence[int]) -> bool:
         """Whether the pool has room now for rows of `lengths` tokens in a cache like this one, without reuse; evicting
-        what is not in use where necessary. Changes nothing."""
+        what is not in use where necessary. Takes and evicts nothing."""
         storage, model = self._empty_twin().storage, self.pool.identity
         dtype = model.dtype if model else getattr(self.config.get_text_config(decoder=True), "dtype", None)
         for layer in filter(None, storage.layers):

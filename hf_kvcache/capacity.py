@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Iterator
 
 import torch
 
@@ -34,11 +35,31 @@ def budget(model: torch.nn.Module, fraction: float) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device, what torch keeps in reserve included. On the CPU, what Linux says is available."""
+    """Memory that is free on a device, what torch keeps in reserve included. On the CPU, what Linux says is available, and the
+    limits of the process's control groups (version 2) leave."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return _linux("/proc/meminfo", "MemAvailable")
+    return min([_linux("/proc/meminfo", "MemAvailable"), *_limits_leave()])
+
+
+def _limits_leave(
+    own: pathlib.Path = pathlib.Path("/proc/self/cgroup"), root: pathlib.Path = pathlib.Path("/sys/fs/cgroup")
+) -> Iterator[int]:
+    """Bytes that each control group with a readable limit leaves; files in its cache that are not in use give way."""
+    try:
+        path = next(line for line in own.read_text().splitlines() if line.startswith("0::")).removeprefix("0::/")
+    except (OSError, StopIteration):
+        return
+    folder = root / path
+    while folder.is_relative_to(root):
+        try:
+            limit, used, stat = ((folder / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
+            idle = next(line for line in stat.splitlines() if line.startswith("inactive_file ")).split()[1]
+            yield max(0, int(limit) - int(used) + int(idle))
+        except (OSError, ValueError, StopIteration):
+            pass  # the root has no such files, and a limit may be "max"
+        folder = folder.parent
 
 
 @torch.no_grad()

@@ -10,9 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-SAMPLES = 16  # values of each parameter that a fingerprint looks at
+from .errors import UnsupportedError
+
+CHUNK = 1 << 20  # values that are summed at a time
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # integers as wide as a value; wider ones are taken apart
 
 _known: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, Identity]] = weakref.WeakKeyDictionary()
+_sums: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, tuple]] = weakref.WeakKeyDictionary()  # state and checksum
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,13 @@ class Identity:
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> Identity:
-        """The identity of a model: names, shapes, dtypes and a few values of every parameter and buffer.
+        """The identity of a model: names, shapes, dtypes and a checksum of every parameter and buffer.
 
-        Computed again only when a tensor was replaced or written to, or an adapter was loaded, switched or merged.
+        A tensor is summed again only when it was replaced or written to. (A write through `tensor.data`, or to an inference
+        tensor, cannot be seen: call `pool.drop_prefixes()` after one.)
+
+        Raises:
+            UnsupportedError: for weights without memory (on the meta device, as offloaded ones are).
         """
         modules = list(model.modules())
         state = hash(
@@ -48,12 +56,18 @@ class Identity:
     def _computed(cls, model: torch.nn.Module) -> Identity:
         adapters, paths = _adapters(model.modules()), dict(model.named_modules()).items()
         tensors = [(f"{path}.{name}", x) for path, module in paths for name, x in _tensors(module).items()]
-        own, weights = {name: hashlib.sha256() for name, _, _ in adapters}, hashlib.sha256(_config(model).encode())
+        sums = _sums.setdefault(model, {})
+        own, weights = {name: hashlib.sha256() for name, *_ in adapters}, hashlib.sha256(_config(model).encode())
         for name, tensor in tensors:
             parts = name.split(".")
             owner = next((own[part] for part in parts if part in own and parts[-1] != part), weights)
-            owner.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode() + _values(tensor))
-        used = tuple((name, own[name].digest(), merged) for name, active, merged in adapters if active or merged)
+            state = _state(tensor)
+            if sums.get(name, (None,))[0] != state:
+                sums[name] = state, _checksum(name, tensor)
+            owner.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode() + sums[name][1])
+        for name, _, _, scalings in adapters:
+            own[name].update(repr(scalings).encode())
+        used = tuple((name, own[name].digest(), merged) for name, active, merged, _ in adapters if active or merged)
         first = next((tensor for _, tensor in tensors if tensor.is_floating_point()), torch.zeros(0))
         return cls(weights.digest(), used, first.dtype, first.device)
 
@@ -61,20 +75,34 @@ class Identity:
 def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A module's own parameters and buffers, as far as a checkpoint would hold them."""
     kept = {name: x for name, x in module._buffers.items() if name not in module._non_persistent_buffers_set}
-    return {name: x for name, x in {**module._parameters, **kept}.items() if x is not None}
+    local = lambda x: x.to_local() if hasattr(x, "to_local") else x  # noqa: E731 - a process sums its own shard
+    return {name: local(x) for name, x in {**module._parameters, **kept}.items() if x is not None}
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
     """Changes when a tensor gets another storage or is written to."""
+    if tensor.is_meta:
+        return 0, 0
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
-def _values(tensor: torch.Tensor) -> bytes:
-    if tensor.is_meta or not tensor.numel():
-        return b""
-    index = torch.linspace(0, tensor.numel() - 1, min(SAMPLES, tensor.numel()), dtype=torch.float64).long()
-    place = torch.unravel_index(index.to(tensor.device), tensor.shape) if tensor.dim() else ()
-    return tensor.detach()[place].to(torch.float64).cpu().numpy().tobytes()
+@torch.no_grad()
+def _checksum(name: str, tensor: torch.Tensor) -> bytes:
+    """Of every bit of a tensor, computed where it is: for each chunk the sum of its values as integers, and the same with
+    a weight for each place."""
+    if tensor.is_meta:
+        raise UnsupportedError(
+            f"{name} is on the meta device (offloaded?), so nobody can tell which weights computed a prefix: load the model "
+            "to a device, or use a cache without a session."
+        )
+    bits = tensor.detach().reshape(-1)
+    bits = bits.view(BITS.get(bits.element_size(), torch.int32))
+    places = torch.arange(1, min(CHUNK, len(bits)) + 1, device=bits.device) * 0x9E3779B97F4A7C1  # odd; sums wrap around
+    sums = []
+    for chunk in bits.split(CHUNK):
+        chunk = chunk.long()
+        sums += [chunk.sum(), (chunk * places[: len(chunk)]).sum()]
+    return torch.stack(sums).cpu().numpy().tobytes() if sums else b""
 
 
 def _config(model: torch.nn.Module) -> str:
@@ -84,14 +112,15 @@ def _config(model: torch.nn.Module) -> str:
     return json.dumps(said, sort_keys=True, default=str)
 
 
-def _adapters(modules: Iterable[torch.nn.Module]) -> tuple[tuple[str, bool, bool], ...]:
-    """`(name, active, merged)` of every adapter that a module has, as peft's layers say it of themselves."""
-    found: dict[str, tuple[bool, bool]] = {}
+def _adapters(modules: Iterable[torch.nn.Module]) -> tuple[tuple[str, bool, bool, tuple], ...]:
+    """`(name, active, merged, scalings)` of every adapter that a module has, as peft's layers say it of themselves."""
+    found: dict[str, tuple[bool, bool, list]] = {}
     for module in modules:
         if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters"):
-            off = getattr(module, "disable_adapters", False)
+            off, scalings = getattr(module, "disable_adapters", False), getattr(module, "scaling", {})
             merged, active = set(module.merged_adapters), set() if off else set(module.active_adapters)
             for name in merged | set(module.active_adapters) | set(getattr(module, "lora_A", {})):
-                was_active, was_merged = found.get(name, (False, False))
-                found[name] = was_active or name in active, was_merged or name in merged
-    return tuple((name, *found[name]) for name in sorted(found))
+                was_active, was_merged, before = found.get(name, (False, False, []))
+                scaling = repr(scalings.get(name)) if isinstance(scalings, dict) else repr(scalings)
+                found[name] = was_active or name in active, was_merged or name in merged, [*before, scaling]
+    return tuple((name, active, merged, tuple(said)) for name, (active, merged, said) in sorted(found.items()))

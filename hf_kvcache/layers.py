@@ -185,14 +185,14 @@ class LayerStorage:
     # ---- attending ------------------------------------------------------------------------------------------------
 
     def check_positions(self, fresh: Fresh, position_ids: torch.Tensor | None) -> None:
-        """generate() trusts a cache that is handed in. Where the new tokens' positions do not follow on from what the
-        cache holds, it would go silently wrong: undo the pass and say so.
+        """generate() trusts a cache that is handed in, and a session shares what it holds. Where the new tokens' positions do
+        not follow on from what the cache holds, it would go silently wrong: undo the pass and say so.
 
         Raises:
             CacheStateError: they do not; the cache is as before the pass.
         """
         step, storage = fresh.step, self.storage
-        if step.checked or step.q_len == 1 or not storage.in_generate:
+        if step.checked or step.q_len == 1 or not storage.checks_positions:
             return
         if position_ids is None or position_ids.dim() != 2:
             return
@@ -206,8 +206,8 @@ class LayerStorage:
             storage.undo()
             raise CacheStateError(
                 f"row {row} holds {before} tokens, and the {step.q_len} columns given end at position {last[row]}: they do "
-                "not follow on (the cache holds the whole prompt already, or another text, or use_cache=False). Call "
-                "cache.prepare(input_ids, attention_mask) before generate(), or reset()."
+                "not follow on (the cache holds the whole prompt already, or another text, or use_cache=False; by hand, padding "
+                "needs position_ids). Call cache.prepare(input_ids, attention_mask) before generate(), or reset()."
             )
 
     def attend(

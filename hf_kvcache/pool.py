@@ -67,6 +67,8 @@ class PageStore:
         order = order_for(device)
         layout = self.codec.layout(geometry, order)
         with self.lock:
+            if self.holds(layer, geometry, device):
+                return  # another thread was first, and may have stored something already
             addresses = np.zeros(len(self.refs), np.int64)
             self.pages[layer] = Pages(self.codec, geometry, layout, order, [], self.slab_of, self.row_of, addresses)
             self._devices[layer] = torch.device("cpu") if self.host else device
@@ -393,7 +395,7 @@ class BlockPool:
 
     def can_admit(self, lengths: Sequence[int], **choices) -> bool:
         """Whether rows of `lengths` tokens (prompt and answer) have room now, without any reuse, in a session with
-        these choices; evicting what is not in use where necessary. Changes nothing."""
+        these choices; evicting what is not in use where necessary. Takes and evicts nothing."""
         return self.session(**choices).can_admit(lengths)
 
     def _tokens_short(self, group: GroupStore, demand: Demand) -> int:

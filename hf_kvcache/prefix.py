@@ -51,7 +51,8 @@ def _tagged(value) -> bytes:
 class Media(NamedTuple):
     """An image, a sound, ... behind placeholder tokens: `content` (a hash of it) stands at positions
     `[start, start + length)` of the text. It becomes part of the identity of every block that it reaches into, together
-    with its place in that block."""
+    with its length and its place in that block. The hash must cover what the model is given: the picture as it was
+    processed, not only the file that it came from."""
 
     content: bytes | str
     start: int
@@ -134,14 +135,17 @@ class Root(Node):
 
     def cut(self, tokens: np.ndarray, media: Sequence[Media], start: int = 0) -> Iterator[tuple[bytes, tuple]]:
         """Ids and media of each full block of a text, from block `start` on."""
-        data, width = np.ascontiguousarray(tokens, "<i8").tobytes(), ID_BYTES * self.block_size
-        for block in range(start, len(tokens) // self.block_size):
-            yield data[block * width : (block + 1) * width], self.media_in(block, media)
+        size = self.block_size
+        for block in range(start, len(tokens) // size):
+            part = np.ascontiguousarray(tokens[block * size : (block + 1) * size], "<i8")
+            yield part.tobytes(), self.media_in(block, media)
 
     def media_in(self, block: int, media: Sequence[Media]) -> tuple:
         """What of `media` reaches into a block, each with its place relative to the block."""
         first, last = block * self.block_size, (block + 1) * self.block_size
-        return tuple((m.content, m.start - first) for m in media if m.start < last and m.start + m.length > first)
+        return tuple(
+            (m.content, m.start - first, m.length) for m in media if m.start < last and m.start + m.length > first
+        )
 
 
 class Match:
@@ -248,7 +252,7 @@ class PrefixIndex:
         own, best, most = root.media_in(node.depth, media), None, 0
         for child in itertools.islice(reversed(node.children.values()), LAST_CHILDREN):
             self.compared += 1
-            limit = min([len(tokens)] + [max(0, place) for _, place in own + child.media])
+            limit = min([len(tokens)] + [max(0, place) for _, place, _ in own + child.media])
             differ = np.nonzero(np.frombuffer(child.tokens, "<i8")[:limit] != tokens[:limit])[0]
             same = int(differ[0]) if len(differ) else limit
             if same > most:

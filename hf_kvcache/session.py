@@ -6,14 +6,14 @@ own full blocks as they are sealed, those of the answer too.
 
 from __future__ import annotations
 
-import hashlib
 import json
+import operator
 import weakref
 from collections.abc import Sequence
 
 import numpy as np
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import LinearAttentionLayer
 
 from .blocks import Attached
@@ -26,6 +26,11 @@ from .prefix import Group, Match, Media, Node, Priority, Root, digest
 from .rotary import depends_on_length
 
 CACHE_KEYWORDS = ("cache", "past_key_values")
+# What generate() keeps for itself, beside the fields of a GenerationConfig.
+NOT_FOR_THE_MODEL = ("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer",
+                     "synced_gpus", "assistant_model", "tokenizer", "assistant_tokenizer", "negative_prompt_ids",
+                     "negative_prompt_attention_mask")  # fmt: skip
+BESIDE_IDS = ("position_ids", "token_type_ids")  # a number for each token, which generate() cuts as it cuts the ids
 
 
 class Pin:
@@ -45,7 +50,7 @@ class Session(KVCache):
     """A cache of a pool that shares prefixes; `pool.session(...)` makes it. Used by one thread at a time.
 
     Two sessions share a block when all tokens up to its end are equal, and the model's weights, the dtype, the choices
-    for the layers, `salt`, `adapter`, and the media within it.
+    for the layers, `salt`, `adapter`, the media within it, and what else the model is given.
 
     Args:
         pool: the pool.
@@ -53,14 +58,17 @@ class Session(KVCache):
             never computed.
         adapter: name of an adapter that the caller applies. Adapters that peft has loaded into the model count with their
             weights, named here or not.
-        media: images and the like behind placeholder tokens, for all rows; `session.media` may grow from turn to turn.
-            Without it, tensors that the model is given besides ids and mask count as a whole.
+        media: images and the like behind placeholder tokens, for all rows; `session.media` may grow from turn to turn. A
+            call that hands their tensors to the model finds what comes before the first of them. They speak for all tensors
+            but ids, mask, `position_ids` and `token_type_ids`; without `media`, a call with such tensors computes everything
+            and leaves nothing to be found.
         priorities: which of this session's blocks are evicted first and last.
         partial_reuse: begin with part of a block where its first tokens match. (Exact storage only; copies that block.)
         choices: of `KVCache`.
 
     Raises:
-        ConfigurationError: for priorities outside of 0 to 100, and for a tier: blocks that move are not shared.
+        ConfigurationError: for priorities outside of 0 to 100, media, salt or adapter of another type, and for a tier: blocks
+            that move are not shared.
     """
 
     def __init__(
@@ -81,23 +89,27 @@ class Session(KVCache):
             raise ConfigurationError(
                 "a session cannot have a slower tier: its blocks would move while others read them."
             )
-        self.salt, self.adapter, self.partial_reuse = salt, adapter, partial_reuse
-        self.media = None if media is None else list(media)
+        self.salt, self.adapter, self.partial_reuse = _named("salt", salt), _named("adapter", adapter), partial_reuse
+        self.media = None if media is None else [_medium(item) for item in media]
         self.priorities = [_checked(Priority(*item)) for item in priorities]
         self.reuse = ReuseCounter()
         self._model: weakref.ref | None = None
         self._seen: Identity | None = None  # what it is, where that was just looked at
-        self._inputs = b""  # digest of what else the model is given
+        self._inputs: bytes | None = b""  # digest of what else the model is given; None: it cannot be told
+        self._before_media = False  # whether the model computes the media, and what follows them
         self._from_scratch = False  # whether the model computes the whole prompt whatever is held
-        self._root: Root | None = None  # where what is held belongs
+        self._namespace: bytes | None = None  # of what is held; None: of nothing that could be held again
+        self._root: Root | None = None  # where what is held belongs; None where it is not shared
         self._tails: list[Node] = []  # for each row, or for each that rows were made of, the last block in the index
         self._shown: torch.Tensor | None = None  # ids of all columns, as generate() last had them
+        self._media: list[Media] = []  # of the prompt, checked
         self._shown_media: list[Media] = []  # among what is held
         self._published = 0  # columns at the last look for new blocks
         self._keep_enough()
 
     def _keep_enough(self) -> None:
-        """A hit ends with a sealed block: a window has to reach back from there."""
+        """A hit ends with a sealed block: a window has to reach back from there. And what is shared must be where it seems."""
+        self.storage.checks_positions = True
         for group in self.storage.groups:
             group.table.keep_beyond_window(self.block_size + group.table.residual)
 
@@ -113,8 +125,9 @@ class Session(KVCache):
 
         Raises:
             CacheInputError: without token ids, with a second cache, with other weights than the pool was filled by.
-            UnsupportedError: for an encoder-decoder, whose states depend on more than its own tokens.
-            CapacityError: the pool has no room; other sessions are as they were.
+            UnsupportedError: for an encoder-decoder, whose states depend on more than its own tokens, and for weights on the
+                meta device.
+            CapacityError: the pool has no room; other sessions are as they were. This one holds what it found.
         """
         if input_ids is None or any(key in inputs for key in CACHE_KEYWORDS) or "inputs_embeds" in inputs:
             raise CacheInputError(
@@ -124,15 +137,19 @@ class Session(KVCache):
         mask = inputs.pop("attention_mask", None)
         mask = torch.ones_like(input_ids) if mask is None else mask
         self._see(model)
-        self._begin(input_ids, mask, self._digest(inputs), _speculates(model, inputs))
+        self._begin(input_ids, mask, model, inputs)
         self._repeat(model, inputs, len(input_ids))
         watched = "assistant_model" not in inputs  # an assistant may speak other ids
         if watched:
             own = inputs.pop("logits_processor", None) or []
             inputs["logits_processor"] = LogitsProcessorList([*own, _Watch(self)])
-        out = model.generate(input_ids, attention_mask=mask, **inputs, **cache_kwarg(self))
+        try:
+            out = model.generate(input_ids, attention_mask=mask, **inputs, **cache_kwarg(self))
+        except BaseException:
+            self._know_what_is_held()  # of the prompt that was announced
+            raise
         if not watched:
-            self._shown = out if isinstance(out, torch.Tensor) else out.sequences
+            self.show(out if isinstance(out, torch.Tensor) else out.sequences)
         self.publish()
         return out
 
@@ -148,20 +165,25 @@ class Session(KVCache):
         `model` is who computes; once the pool has seen it, it may be left out. Until then only the session's own tokens are
         found. What is generated after this by other means than `session.generate` is not entered into the index.
 
+        This is for text alone: nothing here knows what else you give the model (images, `token_type_ids`, adapters by name,
+        a mask of your own). Where you give it more than ids, padding mask and their positions, use `session.generate`, or a
+        `salt` of its own for whatever it is.
+
         Returns:
             the number of leading columns that need no computation.
         """
         if model is not None:
             self._see(model)
-        return self._begin(input_ids, attention_mask, b"", False)
+        return self._begin(input_ids, attention_mask, None, {})
 
     def publish(self) -> None:
         """Enter the full blocks whose tokens are known into the pool's prefix index. `generate`, `prepare` and `reset` do it
         as well."""
         self._learn()
+        self._published = self.storage.columns
         if self._root is None or self.token_ids is None or not self._tails or not self.storage.columns:
             return
-        if not self.storage.at_rest() or not self._padding_is_as_told():
+        if self.storage.foreign_mask or not self.storage.at_rest() or not self._padding_is_as_told():
             return
         with self.pool.lock:
             self._root = self.pool.prefixes.root(self._root.key, self._root.block_size, self._root.groups)
@@ -171,7 +193,6 @@ class Session(KVCache):
                 self._publish_row(r, self.token_ids[r // made_of], self._tails[r // tails])
                 for r in range(self.storage.batch)
             ]
-        self._published = self.storage.columns
 
     def pin(self, tokens: int | None = None) -> Pin:
         """Keep the first `tokens` of each row (None: all that it holds), in whole blocks, until the pin is released.
@@ -199,7 +220,8 @@ class Session(KVCache):
         """Let go of every block; what is known stays in the pool's index."""
         self.publish()
         super().reset()
-        self._root, self._tails, self._shown, self._published = None, [], None, 0
+        self._namespace = self._root = self._shown = None
+        self._tails, self._published = [], 0
 
     def __enter__(self) -> Session:
         return self
@@ -218,14 +240,16 @@ class Session(KVCache):
         self._seen = self.pool.bind(model)
         self._model = weakref.ref(model)
 
-    def _namespace(self) -> Root | None:
-        """Where blocks belong that are computed now; None where none can be shared."""
+    def _belongs(self) -> tuple[bytes | None, Root | None]:
+        """The namespace of what is computed now, and its tree. None for the tree where nothing can be shared, and for both
+        where nothing that is held can be used again either."""
         model = (self._model and self._model()) or self.pool.model
         seen, self._seen = self._seen, None
-        recurrent = any(isinstance(layer, LinearAttentionLayer) for layer in self.layers)
-        if model is None or recurrent or depends_on_length(self.config):
-            return None
-        identity = seen or self.pool.bind(model)  # adapters may have been switched since the last time
+        if self._inputs is None or depends_on_length(self.config) or (model is not None and _places_by_itself(model)):
+            return None, None
+        identity = None
+        if model is not None:
+            identity = seen or self.pool.bind(model)  # adapters may have been switched since the last time
         groups, layout = [], []
         for group in self.storage.groups:
             rule, layers = group.retention, [x.layer for x in self.storage.layers if x is not None and x.group is group]
@@ -242,46 +266,51 @@ class Session(KVCache):
             )
         text = self.config.get_text_config(decoder=True)
         namespace = digest(
-            weights=identity.weights,
-            dtype=str(identity.dtype),
+            weights=identity and identity.weights,
+            dtype=identity and str(identity.dtype),
             rotary=json.dumps(getattr(text, "rope_parameters", None), sort_keys=True, default=str),
             layout=tuple(layout),
             block_size=self.block_size,
-            loaded_adapters=identity.adapters,
-            adapter=self.adapter,
-            salt=self.salt,
+            loaded_adapters=identity and identity.adapters,
+            adapter=_named("adapter", self.adapter),
+            salt=_named("salt", self.salt),
             inputs=self._inputs,
         )
-        return self.pool.prefixes.root(namespace, self.block_size, groups)
+        if identity is None or any(isinstance(layer, LinearAttentionLayer) for layer in self.layers):
+            return namespace, None
+        return namespace, self.pool.prefixes.root(namespace, self.block_size, groups)
 
     @property
     def _takes_parts(self) -> bool:
         """Whether a hit may end within a block. (With a lossy codec that block could not be opened again.)"""
         return self.partial_reuse and all(group.store.lossless for group in self.storage.groups)
 
-    def _digest(self, inputs: dict) -> bytes:
-        """Of every tensor that the model is given beside ids and mask. Declared media speak for theirs."""
-        tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-        if self.media is not None:
-            tensors = {name: value for name, value in tensors.items() if name == "position_ids"}
-        found = hashlib.sha256()
-        for name, value in sorted(tensors.items()):
-            data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            found.update(digest(name=name, shape=tuple(value.shape), dtype=str(value.dtype), data=data))
-        return found.digest() if tensors else b""
+    def _digest(self, inputs: dict) -> bytes | None:
+        """Of everything that the model is given beside ids and mask; None where that cannot be told. Declared media speak for
+        their tensors."""
+        given = {name: value for name, value in inputs.items() if name not in NOT_FOR_THE_MODEL}
+        given = {name: value for name, value in given.items() if value is not None and not hasattr(_DEFAULTS, name)}
+        media = {name for name, value in given.items() if name not in BESIDE_IDS and _has_numbers(value)}
+        self._before_media = bool(media)
+        if media and not self._media:
+            return None
+        try:
+            given = {name: _plain(value) for name, value in given.items() if name not in media}
+        except TypeError:
+            return None
+        return digest(**given) if given else b""
 
     def _repeat(self, model: torch.nn.Module, inputs: dict, rows: int) -> None:
         """Have a row for each beam or sample; generate() repeats ids and mask, but not a cache of several rows."""
-        config = inputs.get("generation_config") or model.generation_config
-        get = lambda name: inputs.get(name) or getattr(config, name, None) or 1  # noqa: E731
-        repeats = max(get("num_beams"), get("num_return_sequences"))
+        repeats = max(_setting(model, inputs, name) or 1 for name in ("num_beams", "num_return_sequences"))
         if rows > 1 and repeats > 1 and self.storage.columns:
             self.batch_repeat_interleave(repeats)
 
-    def _begin(self, input_ids, attention_mask, inputs: bytes, from_scratch: bool) -> int:
-        """`prepare` for a model that is also given what `inputs` is the digest of, and perhaps computes the whole prompt
-        whatever is held."""
-        self._inputs, self._from_scratch = inputs, from_scratch
+    def _begin(self, input_ids, attention_mask, model: torch.nn.Module | None, inputs: dict) -> int:
+        """`prepare` for what `model` (None: a pass by hand) is given as `inputs`."""
+        self._media = [_medium(item) for item in self.media or ()]
+        self._inputs = self._digest(inputs)
+        self._from_scratch = model is not None and _speculates(model, inputs)
         return super().prepare(input_ids, attention_mask)
 
     # ---- finding ----------------------------------------------------------------------------------------------------
@@ -289,16 +318,16 @@ class Session(KVCache):
     def _reuse(self, rows: list[np.ndarray], mask: np.ndarray) -> int:
         self.publish()
         with self.pool.lock:
-            root = self._namespace()
-            stays = (root and root.key) == (self._root and self._root.key) and not self._from_scratch
+            namespace, root = self._belongs()
+            stays = namespace is not None and namespace == self._namespace and not self._from_scratch
             held = self._sealed_whole(self._held_columns(rows, mask), mask) if stays else 0
-            media = [Media(*item) for item in self.media or ()]
             if held and not self.storage.can_crop(mask[:, :held].sum(axis=1)):
                 held = 0
-            matches = self._matches(root, rows, media)
+            matches = self._matches(root, rows, mask)
             found = self._found_columns(matches, mask)
             columns = self._attach(matches, mask, found) if found > held else self._keep_columns(held, mask)
-            self._root, self._published, self._shown_media = root, columns, media
+            self._namespace, self._root = namespace, root
+            self._published, self._shown_media = columns, self._media
             if not columns:
                 self._tails = [root] * len(rows) if root else []
             counts = sum(map(len, rows)), int(mask[:, :columns].sum())
@@ -308,14 +337,23 @@ class Session(KVCache):
 
     def _held_columns(self, rows: list[np.ndarray], mask: np.ndarray) -> int:
         """The same as far as the media are the same, too."""
-        changed = {Media(*item) for item in self.media or ()} ^ set(self._shown_media)
-        before = min((item.start for item in changed), default=mask.shape[1])
+        if self.storage.foreign_mask:
+            return 0
+        before = min((item.start for item in set(self._media) ^ set(self._shown_media)), default=mask.shape[1])
+        before = min(before, self._limit(mask))
         return min(super()._held_columns(rows, mask), columns_within(mask, [before] * len(mask)))
 
-    def _matches(self, root: Root | None, rows: list[np.ndarray], media: list[Media]) -> list[Match]:
+    def _limit(self, mask: np.ndarray) -> int:
+        """Tokens of a row that may be found: where the model is given the media, those before the first one."""
+        if not self._before_media:
+            return mask.shape[1]
+        return min((item.start for item in self._media), default=0)
+
+    def _matches(self, root: Root | None, rows: list[np.ndarray], mask: np.ndarray) -> list[Match]:
         if root is None or self._from_scratch:
             return []
-        return [self.pool.prefixes.match(root, row, media, self._takes_parts) for row in rows]
+        limit, parts = self._limit(mask), self._takes_parts
+        return [self.pool.prefixes.match(root, row[:limit], self._media, parts) for row in rows]
 
     def _found_columns(self, matches: list[Match], mask: np.ndarray) -> int:
         """Leading columns that all rows find, each as every group of layers can give them."""
@@ -374,8 +412,8 @@ class Session(KVCache):
 
     def show(self, input_ids: torch.Tensor) -> None:
         """Be told the ids of all columns that are held; whenever blocks may have become full, they are entered."""
-        self._shown = input_ids
-        if self.storage.columns // self.block_size > self._published // self.block_size or not self._published:
+        self._shown = input_ids[:, : self.storage.columns]
+        if self._root and self.storage.columns // self.block_size > self._published // self.block_size:
             self.publish()
 
     def _learn(self) -> None:
@@ -432,7 +470,10 @@ class Session(KVCache):
         return columns
 
     def _cut(self) -> None:
-        """Forget what was entered of tokens that are no longer held."""
+        """Forget what was entered, or shown, of tokens that are no longer held."""
+        self._published = min(self._published, self.storage.columns)
+        if self._shown is not None:
+            self._shown = self._shown[:, : self.storage.columns]
         if not self.storage.columns:
             self._tails, self._shown = [], None
             return
@@ -442,6 +483,14 @@ class Session(KVCache):
             while tail.depth * self.block_size > lengths[r * copies]:
                 tail = tail.parent or self._root
             self._tails[r] = tail
+
+    def _know_what_is_held(self) -> None:
+        """After a failure: forget the ids of a prompt that were announced and never computed."""
+        self.storage.settle()
+        if self.token_ids is not None:
+            copies = max(1, self.storage.batch // len(self.token_ids))
+            self.token_ids = [ids[: self._row_tokens(r * copies)] for r, ids in enumerate(self.token_ids)]
+        self._cut()
 
     def _select(self, indices: torch.Tensor) -> None:
         batch = self.storage.batch
@@ -456,6 +505,7 @@ class Session(KVCache):
     def _empty_twin(self) -> Session:
         twin = super()._empty_twin()
         twin._tails, twin.reuse = list(self._tails), ReuseCounter()
+        twin.media, twin.priorities = self.media and list(self.media), list(self.priorities)
         twin._keep_enough()
         return twin
 
@@ -473,9 +523,72 @@ class _Watch(LogitsProcessor):
 
 def _speculates(model: torch.nn.Module, inputs: dict) -> bool:
     """Whether generate() will have drafts checked: it then begins with the whole prompt, whatever a cache holds."""
-    config = inputs.get("generation_config") or model.generation_config
-    names = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
-    return any(inputs.get(name) or getattr(config, name, None) for name in names)
+    names = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+    return any(_setting(model, inputs, name) for name in names)
+
+
+def _setting(model: torch.nn.Module, inputs: dict, name: str):
+    """What generate() goes by: its own argument, then the config that it is given, then the model's."""
+    configs = inputs.get("generation_config"), model.generation_config
+    said = inputs.get(name), *(getattr(config, name, None) for config in configs)
+    return next((value for value in said if value is not None), None)
+
+
+_DEFAULTS = GenerationConfig()
+
+
+def _places_by_itself(model: torch.nn.Module) -> bool:
+    """Whether a model places a prompt by what it remembers of the last one that it computed from the start (M-RoPE)."""
+    return any("rope_deltas" in vars(module) for module in model.modules())
+
+
+def _has_numbers(value, inside: bool = False) -> bool:
+    """Whether an input is, or contains, tensors, arrays or lists of numbers, by which images and the like come."""
+    if isinstance(value, (dict, list, tuple)):
+        return any(_has_numbers(entry, True) for entry in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, (torch.Tensor, np.ndarray)) or (inside and isinstance(value, (int, float)))
+
+
+def _plain(value):
+    """An input as `digest` takes it. Raises `TypeError` where equal bytes would not mean equal inputs."""
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return "tensor", str(value.dtype), tuple(value.shape), data
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return "array", value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, (list, tuple)):
+        return "list", *map(_plain, value)
+    if isinstance(value, dict):
+        return "dict", *((_plain(key), _plain(entry)) for key, entry in value.items())
+    if type(value) is float:
+        return "float", value.hex()
+    if type(value) in (type(None), bool, int, str, bytes):
+        return value
+    raise TypeError(f"no digest of a {type(value).__name__}")
+
+
+def _named(what: str, value: str | bytes | None) -> str | bytes | None:
+    """A salt or the name of an adapter, of exactly the type that it says it is."""
+    if value is None or (isinstance(value, bytes) and what == "salt"):
+        return value if value is None else bytes(value)
+    if isinstance(value, str):
+        return str(value)
+    raise ConfigurationError(f"{what}={value!r} must be a string{' or bytes' if what == 'salt' else ''}, or None.")
+
+
+def _medium(item: Media | tuple) -> Media:
+    try:
+        content, start, length = item
+        start, length = operator.index(start), operator.index(length)
+        kind = next(kind for kind in (bytes, str) if isinstance(content, kind))
+    except (TypeError, ValueError, StopIteration):
+        start = length = 0
+    if start < 0 or length < 1:
+        raise ConfigurationError(
+            f"media has {item!r}; an item is (content, start, length): a hash of it as bytes or a string, the place of its "
+            "first placeholder token, and how many there are, at least one."
+        )
+    return Media(kind(content), start, length)
 
 
 def _checked(priority: Priority) -> Priority:

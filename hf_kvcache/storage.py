@@ -31,6 +31,8 @@ class Storage:
         columns: columns of the padded batch seen so far (what transformers calls the sequence length).
         batch: rows; 0 before the first pass.
         padding: the padding mask of the pass that is about to begin, `[batch, columns]`, when the model's masks told.
+        foreign_mask: whether the model's masks were ever told to be something else than causal, sliding, or hiding padding:
+            then what is held of a token depends on more than the tokens before it.
         ticket, told: for compiled passes (`compiled.py`): how they find this object, and, while one is traced, the
             padding mask that its first layer passes on.
     """
@@ -39,7 +41,7 @@ class Storage:
         self.pool, self.groups = pool, groups
         self.layers: list[LayerStorage | None] = []
         self.materialisations = 0
-        self.in_generate = False  # set once generate() has been given the cache: then positions can be checked
+        self.checks_positions = False  # whether they must follow on: in generate(), and in a session
         self.ticket, self.told = ticket_for(self), None
         self._forget()
 
@@ -48,6 +50,7 @@ class Storage:
         self._valid: np.ndarray | None = None
         self._shared = False
         self.padding: np.ndarray | None = None
+        self.foreign_mask = False
 
     # ---- passes ---------------------------------------------------------------------------------------------------
 
@@ -262,7 +265,7 @@ class Storage:
         for group, attached in zip(self.groups, rows, strict=True):
             group.table.attach(attached)
             group.step = None
-        self.columns, self.batch, self.valid = columns, len(rows[0]), valid
+        self.columns, self.batch, self.valid, self.foreign_mask = columns, len(rows[0]), valid, False
         for layer in filter(None, self.layers):
             layer.take_over(columns)
 
@@ -273,7 +276,7 @@ class Storage:
             mine.table.clear()
             mine.table = theirs.table.fork()
         self.columns, self.batch = other.columns, other.batch
-        self.valid = other.valid
+        self.valid, self.foreign_mask = other.valid, other.foreign_mask
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             if mine is not None:
                 mine.columns, mine.geometry, mine.device = theirs.columns, theirs.geometry, theirs.device

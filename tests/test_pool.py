@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from hf_kvcache import BlockPool, CacheStateError, CapacityError, ConfigurationError
+from hf_kvcache import BlockPool, CacheStateError, CapacityError, ConfigurationError, capacity
 from hf_kvcache.blocks import Attached, BlockTable
 from hf_kvcache.codecs import NativeCodec
 from hf_kvcache.metrics import ReuseCounter
@@ -267,6 +267,19 @@ def test_a_share_of_the_memory_that_is_free():
     whole = BlockPool(model.config, memory_fraction=1.0, model=model).capacity_bytes
     half = BlockPool(model.config, memory_fraction=0.5, model=model).capacity_bytes
     assert 0 < half < whole and 0.3 < half / whole < 0.6
+
+
+def test_limits_of_control_groups_count(tmp_path):
+    own, group = tmp_path / "own", tmp_path / "root" / "a" / "b"
+    group.mkdir(parents=True)
+    own.write_text("1:cpu:/x\n0::/a/b\n")
+    for folder, numbers in ((group, ("max", "5", "7")), (group.parent, ("1000", "300", "70"))):
+        for name, number in zip(("max", "current", "stat"), numbers, strict=True):
+            (folder / f"memory.{name}").write_text(
+                f"anon 3\ninactive_file {number}\n" if name == "stat" else f"{number}\n"
+            )
+    assert list(capacity._limits_leave(own, tmp_path / "root")) == [770]
+    assert list(capacity._limits_leave(tmp_path / "none", tmp_path / "root")) == []
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
