@@ -335,8 +335,10 @@ def sizes(plan: Plan) -> list[tuple[int, int]]:
 
 
 def time_models(report: Report, plan: Plan, device: torch.device, left: Callable[[], float]) -> None:
-    built_in = [name for name in named.BUILT_IN if named.is_available(name)]
-    names = [*built_in, "paged", "fp8", "int8", "int4", "window:1024+4" if plan is WHOLE else "window:32+4"]
+    names = [name for name in named.BUILT_IN if named.is_available(name)]
+    names += ["paged", "fp8", "int8", "int4", "window:1024+4"]
+    if plan is TINY:
+        names = [*named.BUILT_IN[:2], "paged", "int4", "window:32+4"]
     for label, config in plan.models.items():
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
