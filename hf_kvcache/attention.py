@@ -173,6 +173,7 @@ def _traced_mask(storage: Storage, **common) -> TracedMask | torch.Tensor | None
     else:  # what a mask function is made of cannot be seen here; the newest column sees a window, if the model says so
         known = step and window == getattr(common["config"], "sliding_window", None) and not common["use_vmap"]
     if not known:
+        storage.foreign_mask = True
         return sdpa_mask(**{**common, "allow_is_causal_skip": False})
     return None if step and padding is None and window is None else TracedMask(padding, window)
 

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from .errors import IntegrityError
+from .pages import GroupStore, PageStore
 from .plans import Actions, AppendPlan, RowPlan
-from .pool import BlockPool, Demand, GroupStore, PageStore
+from .pool import BlockPool, Demand
 
 ROW_ARRAYS = ("ids", "first", "n_cold", "n_sealed", "n_entries", "length", "gap")
 

@@ -16,8 +16,9 @@ import torch
 from .blocks import BlockTable
 from .kernels import dispatch
 from .kernels.base import Rotation, View
+from .pages import GroupStore
 from .plans import AppendPlan
-from .pool import BlockPool, GroupStore
+from .pool import BlockPool
 from .retention import Retention
 from .tiers import Tier
 

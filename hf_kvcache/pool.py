@@ -1,14 +1,11 @@
-"""Pages with reference counts, and the pool that limits and shares them.
+"""The pool that pages (`pages.py`) are taken from: it limits them, and shares what caches have in common.
 
-A **page** is the bytes of one block in one layer. Nothing here knows which row a page belongs to: that is the business of the
-block tables (`blocks.py`), which take pages from a store and give them back. The prefix index (`prefix.py`) is one more
-owner: a page that only it refers to stays findable, and makes room when a limit would be passed.
+The prefix index (`prefix.py`) is one more owner of pages beside the block tables (`blocks.py`): a page that only it refers to
+stays findable, and makes room when a limit would be passed.
 """
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import threading
 import time
 import weakref
@@ -20,223 +17,12 @@ import numpy as np
 import torch
 
 from . import capacity
-from .codecs import Codec, Geometry
-from .codecs.packing import order_for
+from .codecs import Codec
 from .errors import CacheInputError, CacheStateError, CapacityError, ConfigurationError, IntegrityError
 from .identity import Identity
-from .kernels.base import Pages
 from .metrics import PoolMetrics, ReuseCounter
+from .pages import GroupStore, PageStore
 from .prefix import Node, PrefixIndex, Root
-
-GROWTH = 32  # a full store grows by a 32nd: at most 3 % is reserved beyond what is used, and nothing stored ever moves
-
-
-class PageStore:
-    """Pages of one codec for all layers of a group, in one place (a device or a host), with reference counts.
-
-    A page id means the same block in every layer. Memory comes in **slabs**, one tensor per layer and slab, allocated
-    when a layer first needs it; a slab is never moved, and given back when none of its pages is in use. One reference to
-    each of the pages in `named` is the prefix index's, which is told when it is the last one.
-    """
-
-    def __init__(
-        self, codec: Codec, layers: int, lock: _Lock, index: PrefixIndex, *, host: bool = False, poison: bool = False
-    ):
-        self.codec, self.lock, self.index, self.host, self.poison = codec, lock, index, host, poison
-        self.reserve = 0  # pages of the first slab, at least
-        self.refs, self.named = np.zeros(0, np.int32), np.zeros(0, bool)
-        self.slab_of, self.row_of = np.zeros(0, np.int32), np.zeros(0, np.int32)
-        self.free: list[int] = []
-        self.retired: list[int] = []  # ids whose slab was given back; reused before new ids are made
-        self.slab_sizes: list[int] = []  # 0 where the slab was given back
-        self.pages: list[Pages | None] = [None] * layers
-        self._devices: list[torch.device | None] = [None] * layers
-
-    @property
-    def used(self) -> int:
-        """Pages that somebody refers to."""
-        return len(self.refs) - len(self.free) - len(self.retired)
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page in all layers that have been bound."""
-        return sum(pages.layout.nbytes for pages in self.pages if pages is not None)
-
-    def bind(self, layer: int, geometry: Geometry, device: torch.device) -> None:
-        """Tell the store what `layer`'s pages look like. A layer that holds no slab yet may be bound again."""
-        order = order_for(device)
-        layout = self.codec.layout(geometry, order)
-        with self.lock:
-            if self.holds(layer, geometry, device):
-                return  # another thread was first, and may have stored something already
-            addresses = np.zeros(len(self.refs), np.int64)
-            self.pages[layer] = Pages(self.codec, geometry, layout, order, [], self.slab_of, self.row_of, addresses)
-            self._devices[layer] = torch.device("cpu") if self.host else device
-
-    def holds(self, layer: int, geometry: Geometry, device: torch.device) -> bool:
-        """Whether `layer` is bound to just this."""
-        place = torch.device("cpu") if self.host else device
-        return self.pages[layer] is not None and (self.pages[layer].geometry, self._devices[layer]) == (geometry, place)
-
-    def device(self, layer: int) -> torch.device | None:
-        """Where `layer`'s pages are."""
-        return self._devices[layer]
-
-    def is_vacant(self, layer: int) -> bool:
-        """Whether `layer` has no memory yet, and may be bound to something else."""
-        return self.pages[layer] is None or not any(len(slab) for slab in self.pages[layer].slabs)
-
-    def layer(self, layer: int) -> Pages:
-        """The pages of `layer`, with memory behind every id."""
-        pages = self.pages[layer]
-        if len(pages.slabs) < len(self.slab_sizes):
-            with self.lock:
-                for number in range(len(pages.slabs), len(self.slab_sizes)):
-                    self._add_slab(pages, number, self._devices[layer])
-        return pages
-
-    def _add_slab(self, pages: Pages, number: int, device: torch.device) -> None:
-        shape, pin = (self.slab_sizes[number], pages.layout.nbytes), self.host and torch.cuda.is_available()
-        with torch.inference_mode(False):  # pages outlive the pass that needs them first, and are written to in others
-            slab = torch.empty(shape, dtype=torch.uint8, device=device, pin_memory=pin)
-        if device.type == "cpu" and not pin:
-            _ask_for_huge_pages(slab)
-        if self.poison:
-            slab.fill_(0xFF)
-        ids = np.nonzero(self.slab_of == number)[0]
-        pages.addresses[ids] = slab.data_ptr() + self.row_of[ids].astype(np.int64) * pages.layout.nbytes
-        pages.slabs.append(slab)
-
-    def take(self, count: int) -> list[int]:
-        """`count` pages, each with one reference."""
-        if count > len(self.free):
-            reserve = 0 if any(self.slab_sizes) else self.reserve
-            self._grow(max(count - len(self.free), len(self.refs) // GROWTH, reserve))
-        taken = [self.free.pop() for _ in range(count)]
-        self.refs[taken] = 1
-        return taken
-
-    def retain(self, ids: np.ndarray) -> None:
-        woken = ids[self.named[ids] & (self.refs[ids] == 1)]
-        np.add.at(self.refs, ids, 1)
-        if len(woken):
-            self.index.wake(self, dict.fromkeys(woken.tolist()))
-
-    def release(self, ids: np.ndarray) -> None:
-        """Drop one reference for each of `ids`; pages without any go back to the free list, last freed first used."""
-        np.subtract.at(self.refs, ids, 1)
-        resting = ids[self.named[ids] & (self.refs[ids] == 1)]
-        if len(resting):
-            self.index.rest(self, dict.fromkeys(resting[::-1].tolist()))  # the end of a row first
-        freed = np.unique(ids[self.refs[ids] == 0])
-        if self.poison:
-            self._poison(freed)
-        self.free.extend(freed[::-1].tolist())
-
-    def name(self, page: int) -> None:
-        """The prefix index names this page now, which somebody uses."""
-        self.refs[page] += 1
-        self.named[page] = True
-
-    def unname(self, page: int) -> None:
-        """The prefix index no longer names this page."""
-        self.named[page] = False
-        self.release(np.array([page], np.int32))
-
-    def trim(self) -> None:
-        """Give back the memory of slabs that hold no page in use."""
-        for number, size in enumerate(self.slab_sizes):
-            ids = np.nonzero(self.slab_of == number)[0]
-            if size and not self.refs[ids].any():
-                self.slab_sizes[number] = 0
-                self.slab_of[ids] = -1
-                gone = set(ids.tolist())
-                self.free = [i for i in self.free if i not in gone]
-                self.retired.extend(gone)
-                for pages in self.pages:
-                    if pages is not None and number < len(pages.slabs):
-                        pages.slabs[number] = pages.slabs[number][:0].clone()
-                        pages.addresses[ids] = 0
-
-    def nbytes(self) -> int:
-        """Bytes of the storages that are allocated, counted from the storages themselves."""
-        slabs = [slab for pages in self.pages if pages is not None for slab in pages.slabs]
-        return sum({s.untyped_storage().data_ptr(): s.untyped_storage().nbytes() for s in slabs}.values())
-
-    def _grow(self, count: int) -> None:
-        fresh = self.retired[-count:]
-        del self.retired[len(self.retired) - len(fresh) :]
-        old = len(self.refs)
-        fresh = fresh + list(range(old, old + count - len(fresh)))
-        extra = count if not old else max(0, max(fresh) + 1 - old)
-        self.refs = np.concatenate([self.refs, np.zeros(extra, np.int32)])
-        self.named = np.concatenate([self.named, np.zeros(extra, bool)])
-        self.slab_of = np.concatenate([self.slab_of, np.full(extra, -1, np.int32)])
-        self.row_of = np.concatenate([self.row_of, np.zeros(extra, np.int32)])
-        self.slab_of[fresh] = len(self.slab_sizes)
-        self.row_of[fresh] = np.arange(count)
-        self.slab_sizes.append(count)
-        self.free.extend(reversed(fresh))
-        for pages in self.pages:
-            if pages is not None:
-                pages.slab, pages.row = self.slab_of, self.row_of
-                pages.addresses = np.concatenate([pages.addresses, np.zeros(extra, np.int64)])
-
-    def _poison(self, ids: np.ndarray) -> None:
-        for pages in filter(None, self.pages):
-            for number, slab in enumerate(pages.slabs):
-                rows = self.row_of[ids[self.slab_of[ids] == number]]
-                slab[torch.from_numpy(rows.astype(np.int64)).to(slab.device)] = 0xFF
-
-    def check_integrity(self, expected: np.ndarray) -> None:
-        """Raise `IntegrityError` unless the counts equal `expected` and every id is used, free or retired, once."""
-        wrong = np.nonzero(self.refs != expected)[0]
-        if len(wrong):
-            i = wrong[0]
-            raise IntegrityError(
-                f"page {i} of {self.codec} has {self.refs[i]} references, its owners hold {expected[i]}."
-            )
-        idle = np.sort(np.array(self.free + self.retired, dtype=np.int64))
-        if not np.array_equal(idle, np.nonzero(self.refs == 0)[0]):
-            raise IntegrityError(f"free list of {self.codec} and reference counts disagree.")
-
-
-HUGE_PAGE, MADV_HUGEPAGE = 1 << 21, 14  # Linux
-
-
-def _ask_for_huge_pages(slab: torch.Tensor) -> None:
-    """Let Linux back what is whole huge pages of a slab by those: decode reads a few percent faster, as fewer addresses
-    need translation. Only a hint, and nothing beyond the slab grows."""
-    start, end = slab.data_ptr(), slab.data_ptr() + slab.nbytes
-    start, end = -(-start // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
-    if sys.platform == "linux" and start < end:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_HUGEPAGE)
-
-
-@dataclass
-class GroupStore:
-    """The page stores of one layer group: `open` (the model's dtype), `sealed` (the codec), `cold` (a slower tier, or
-    None).
-    A lossless codec seals in place: then `open` and `sealed` are one store."""
-
-    open: PageStore
-    sealed: PageStore
-    cold: PageStore | None
-    block_size: int
-
-    @property
-    def lossless(self) -> bool:
-        return self.open is self.sealed
-
-    @property
-    def stores(self) -> list[PageStore]:
-        """Each store once."""
-        return list(dict.fromkeys(store for store in (self.open, self.sealed, self.cold) if store is not None))
-
-    @property
-    def resident(self) -> list[PageStore]:
-        """The stores that occupy the device."""
-        return list(dict.fromkeys((self.open, self.sealed)))
 
 
 @dataclass(frozen=True)
@@ -261,7 +47,7 @@ class Demand:
         return opened * group.open.page_bytes + sealed * group.sealed.page_bytes
 
 
-class _Lock:
+class Lock:
     """A re-entrant lock that also takes back the pages of caches that were dropped, once nobody is at work inside it."""
 
     def __init__(self):
@@ -340,7 +126,7 @@ class BlockPool:
         self.capacity_tokens, self.capacity_bytes = capacity_tokens, capacity_bytes
         self.groups: dict[tuple, GroupStore] = {}
         self.tables = weakref.WeakSet()  # the `BlockTable`s that take pages from here
-        self.lock = _Lock()
+        self.lock = Lock()
         self.prefixes = PrefixIndex(clock)
         self.reuse = ReuseCounter()
         self.failures = 0

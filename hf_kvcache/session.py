@@ -7,30 +7,25 @@ own full blocks as they are sealed, those of the answer too.
 from __future__ import annotations
 
 import json
-import operator
 import weakref
 from collections.abc import Sequence
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import LinearAttentionLayer
 
 from .blocks import Attached
 from .cache import KVCache, cache_kwarg, columns_within
 from .errors import CacheInputError, ConfigurationError, UnsupportedError
 from .identity import Identity
+from .inputs import checked, medium, named, of_call, places_by_itself, setting, speculates
 from .metrics import ReuseCounter, ReuseMetrics
 from .pool import BlockPool
 from .prefix import Group, Match, Media, Node, Priority, Root, digest
 from .rotary import depends_on_length
 
 CACHE_KEYWORDS = ("cache", "past_key_values")
-# What generate() keeps for itself, beside the fields of a GenerationConfig.
-NOT_FOR_THE_MODEL = ("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer",
-                     "synced_gpus", "assistant_model", "tokenizer", "assistant_tokenizer", "negative_prompt_ids",
-                     "negative_prompt_attention_mask")  # fmt: skip
-BESIDE_IDS = ("position_ids", "token_type_ids")  # a number for each token, which generate() cuts as it cuts the ids
 
 
 class Pin:
@@ -89,9 +84,9 @@ class Session(KVCache):
             raise ConfigurationError(
                 "a session cannot have a slower tier: its blocks would move while others read them."
             )
-        self.salt, self.adapter, self.partial_reuse = _named("salt", salt), _named("adapter", adapter), partial_reuse
-        self.media = None if media is None else [_medium(item) for item in media]
-        self.priorities = [_checked(Priority(*item)) for item in priorities]
+        self.salt, self.adapter, self.partial_reuse = named("salt", salt), named("adapter", adapter), partial_reuse
+        self.media = None if media is None else [medium(item) for item in media]
+        self.priorities = [checked(Priority(*item)) for item in priorities]
         self.reuse = ReuseCounter()
         self._model: weakref.ref | None = None
         self._seen: Identity | None = None  # what it is, where that was just looked at
@@ -245,7 +240,7 @@ class Session(KVCache):
         where nothing that is held can be used again either."""
         model = (self._model and self._model()) or self.pool.model
         seen, self._seen = self._seen, None
-        if self._inputs is None or depends_on_length(self.config) or (model is not None and _places_by_itself(model)):
+        if self._inputs is None or depends_on_length(self.config) or (model is not None and places_by_itself(model)):
             return None, None
         identity = None
         if model is not None:
@@ -272,8 +267,8 @@ class Session(KVCache):
             layout=tuple(layout),
             block_size=self.block_size,
             loaded_adapters=identity and identity.adapters,
-            adapter=_named("adapter", self.adapter),
-            salt=_named("salt", self.salt),
+            adapter=named("adapter", self.adapter),
+            salt=named("salt", self.salt),
             inputs=self._inputs,
         )
         if identity is None or any(isinstance(layer, LinearAttentionLayer) for layer in self.layers):
@@ -285,32 +280,17 @@ class Session(KVCache):
         """Whether a hit may end within a block. (With a lossy codec that block could not be opened again.)"""
         return self.partial_reuse and all(group.store.lossless for group in self.storage.groups)
 
-    def _digest(self, inputs: dict) -> bytes | None:
-        """Of everything that the model is given beside ids and mask; None where that cannot be told. Declared media speak for
-        their tensors."""
-        given = {name: value for name, value in inputs.items() if name not in NOT_FOR_THE_MODEL}
-        given = {name: value for name, value in given.items() if value is not None and not hasattr(_DEFAULTS, name)}
-        media = {name for name, value in given.items() if name not in BESIDE_IDS and _has_numbers(value)}
-        self._before_media = bool(media)
-        if media and not self._media:
-            return None
-        try:
-            given = {name: _plain(value) for name, value in given.items() if name not in media}
-        except TypeError:
-            return None
-        return digest(**given) if given else b""
-
     def _repeat(self, model: torch.nn.Module, inputs: dict, rows: int) -> None:
         """Have a row for each beam or sample; generate() repeats ids and mask, but not a cache of several rows."""
-        repeats = max(_setting(model, inputs, name) or 1 for name in ("num_beams", "num_return_sequences"))
+        repeats = max(setting(model, inputs, name) or 1 for name in ("num_beams", "num_return_sequences"))
         if rows > 1 and repeats > 1 and self.storage.columns:
             self.batch_repeat_interleave(repeats)
 
     def _begin(self, input_ids, attention_mask, model: torch.nn.Module | None, inputs: dict) -> int:
         """`prepare` for what `model` (None: a pass by hand) is given as `inputs`."""
-        self._media = [_medium(item) for item in self.media or ()]
-        self._inputs = self._digest(inputs)
-        self._from_scratch = model is not None and _speculates(model, inputs)
+        self._media = [medium(item) for item in self.media or ()]
+        self._inputs, self._before_media = of_call(inputs, self._media)
+        self._from_scratch = model is not None and speculates(model, inputs)
         return super().prepare(input_ids, attention_mask)
 
     # ---- finding ----------------------------------------------------------------------------------------------------
@@ -519,87 +499,3 @@ class _Watch(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.session.show(input_ids)
         return scores
-
-
-def _speculates(model: torch.nn.Module, inputs: dict) -> bool:
-    """Whether generate() will have drafts checked: it then begins with the whole prompt, whatever a cache holds."""
-    names = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
-    return any(_setting(model, inputs, name) for name in names)
-
-
-def _setting(model: torch.nn.Module, inputs: dict, name: str):
-    """What generate() goes by: its own argument, then the config that it is given, then the model's."""
-    configs = inputs.get("generation_config"), model.generation_config
-    said = inputs.get(name), *(getattr(config, name, None) for config in configs)
-    return next((value for value in said if value is not None), None)
-
-
-_DEFAULTS = GenerationConfig()
-
-
-def _places_by_itself(model: torch.nn.Module) -> bool:
-    """Whether a model places a prompt by what it remembers of the last one that it computed from the start (M-RoPE)."""
-    return any("rope_deltas" in vars(module) for module in model.modules())
-
-
-def _has_numbers(value, inside: bool = False) -> bool:
-    """Whether an input is, or contains, tensors, arrays or lists of numbers, by which images and the like come."""
-    if isinstance(value, (dict, list, tuple)):
-        return any(_has_numbers(entry, True) for entry in (value.values() if isinstance(value, dict) else value))
-    return isinstance(value, (torch.Tensor, np.ndarray)) or (inside and isinstance(value, (int, float)))
-
-
-def _plain(value):
-    """An input as `digest` takes it. Raises `TypeError` where equal bytes would not mean equal inputs."""
-    if isinstance(value, torch.Tensor):
-        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return "tensor", str(value.dtype), tuple(value.shape), data
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return "array", value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, (list, tuple)):
-        return "list", *map(_plain, value)
-    if isinstance(value, dict):
-        return "dict", *((_plain(key), _plain(entry)) for key, entry in value.items())
-    if type(value) is float:
-        return "float", value.hex()
-    if type(value) in (type(None), bool, int, str, bytes):
-        return value
-    raise TypeError(f"no digest of a {type(value).__name__}")
-
-
-def _named(what: str, value: str | bytes | None) -> str | bytes | None:
-    """A salt or the name of an adapter, of exactly the type that it says it is."""
-    if value is None or (isinstance(value, bytes) and what == "salt"):
-        return value if value is None else bytes(value)
-    if isinstance(value, str):
-        return str(value)
-    raise ConfigurationError(f"{what}={value!r} must be a string{' or bytes' if what == 'salt' else ''}, or None.")
-
-
-def _medium(item: Media | tuple) -> Media:
-    try:
-        content, start, length = item
-        start, length = operator.index(start), operator.index(length)
-        kind = next(kind for kind in (bytes, str) if isinstance(content, kind))
-    except (TypeError, ValueError, StopIteration):
-        start = length = 0
-    if start < 0 or length < 1:
-        raise ConfigurationError(
-            f"media has {item!r}; an item is (content, start, length): a hash of it as bytes or a string, the place of its "
-            "first placeholder token, and how many there are, at least one."
-        )
-    return Media(kind(content), start, length)
-
-
-def _checked(priority: Priority) -> Priority:
-    start, stop, level, seconds = priority
-    if (
-        not 0 <= level <= 100
-        or start < 0
-        or (stop is not None and stop <= start)
-        or (seconds is not None and seconds <= 0)
-    ):
-        raise ConfigurationError(
-            f"{priority}: a level is 0 (evicted first) to 100, a range has tokens, and seconds are more than 0 or None."
-        )
-    return priority

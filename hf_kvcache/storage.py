@@ -17,8 +17,9 @@ from .compiled import ticket_for
 from .errors import CacheInputError, CacheStateError, CapacityError
 from .kernels import dispatch
 from .layers import LayerStorage
+from .pages import GroupStore
 from .passes import LayerGroup
-from .pool import BlockPool, Demand, GroupStore
+from .pool import BlockPool, Demand
 
 SPECULATION = 256  # more than any assistant proposes at once
 

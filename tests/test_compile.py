@@ -250,3 +250,13 @@ def test_positions_that_do_not_follow_on():
     with pytest.raises(CacheStateError, match="holds 10 tokens, and the 5 columns given end at position 9"):
         chunk(5)
     assert cache.get_seq_length() == 10
+
+
+@pytest.mark.parametrize(("name", "foreign"), [("llama", False), ("mistral", True)])
+def test_a_mask_that_is_not_known_while_tracing_is_noted(name, foreign):
+    """A session shares nothing that was computed under one."""
+    compiled = Compiled(ours(name))
+    cache = PagedCache(compiled.config)
+    with torch.no_grad():
+        compiled.step(text(1, PROMPT), **cache_kwarg(cache))
+    assert cache.storage.foreign_mask is foreign

@@ -13,7 +13,18 @@ import pytest
 import hf_kvcache
 
 ROOT = pathlib.Path(hf_kvcache.__file__).parent
-SPEAKS_TRANSFORMERS = ("__init__", "__main__", "attention", "cache", "cli", "lm_eval", "named", "rotary", "session")
+SPEAKS_TRANSFORMERS = (
+    "__init__",
+    "__main__",
+    "attention",
+    "cache",
+    "cli",
+    "inputs",
+    "lm_eval",
+    "named",
+    "rotary",
+    "session",
+)
 MODULES = sorted(
     path
     for path in ROOT.rglob("*.py")
@@ -38,7 +49,7 @@ def imports(path: pathlib.Path) -> set[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_inner_modules_do_not_import_transformers(path):
-    outer = ("transformers", *(f"hf_kvcache.{name}" for name in ("cache", "attention", "rotary", "session")))
+    outer = ("transformers", *(f"hf_kvcache.{name}" for name in ("cache", "attention", "rotary", "session", "inputs")))
     found = [name for name in imports(path) if (name + ".").startswith(tuple(f"{o}." for o in outer))]
     assert found == (
         ["hf_kvcache.session.Session"] if path.name == "pool.py" else []

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 import hf_kvcache
-import hf_kvcache.session as session_module
 from hf_kvcache import (
     BlockPool,
     CacheInputError,
@@ -432,11 +431,11 @@ def test_settings_are_read_where_generate_reads_them(model, pool):
     beams = GenerationConfig(num_beams=3)
     model.generation_config.prompt_lookup_num_tokens = 4
     try:
-        assert session_module._speculates(model, {"generation_config": GenerationConfig()})
-        assert not session_module._speculates(model, {"prompt_lookup_num_tokens": 0})
+        assert speculates(model, {"generation_config": GenerationConfig()})
+        assert not speculates(model, {"prompt_lookup_num_tokens": 0})
     finally:
         model.generation_config.prompt_lookup_num_tokens = None
-    assert session_module._speculates(model, {"use_mtp": True})
+    assert speculates(model, {"use_mtp": True})
     options = {k: v for k, v in OPTIONS.items() if k != "max_new_tokens"}
     model.generation_config.num_beams = 3
     try:
@@ -446,7 +445,7 @@ def test_settings_are_read_where_generate_reads_them(model, pool):
         assert same(found, alone(model, ids, num_beams=3)) and hits(session) == 40
     finally:
         model.generation_config.num_beams = None
-    assert session_module._setting(model, {"generation_config": beams}, "num_beams") == 3
+    assert setting(model, {"generation_config": beams}, "num_beams") == 3
     pool.check_integrity()
 
 

@@ -121,16 +121,6 @@ def padded(n: int) -> int:
 
 
 @triton.jit
-def _exp2(x, ASM: tl.constexpr):
-    if ASM:  # without the care for subnormal results that Triton's own takes: three instructions fewer
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.exp2(x)
-
-
-@triton.jit
 def _code(word, SHIFT: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     """The unsigned codes at bit `SHIFT` of 16-bit words, exact in float16."""
     if ASM:  # two words a register: shift, and-or, packed subtract
@@ -169,9 +159,9 @@ def _e4m3(word, SHIFT: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _capped(x, cap, ASM: tl.constexpr):
+def _capped(x, cap):
     """`cap * tanh(x / cap)`"""
-    return cap - 2 * cap / (_exp2(x * (2 * LOG2E / cap), ASM) + 1)
+    return cap - 2 * cap / (tl.exp2(x * (2 * LOG2E / cap)) + 1)
 
 
 @triton.jit
@@ -417,14 +407,14 @@ def decode_kernel(
                 score = _dot(scaled[p], k, score)
             factors = unscale
             if SOFTCAP:
-                score = _capped(score * unscale[:, None], softcap * LOG2E, ASM)
+                score = _capped(score * unscale[:, None], softcap * LOG2E)
                 factors = tl.full([ROWS], 1.0, tl.float32)
             score = tl.where(seen, score, -float("inf"))
 
             new_top = tl.maximum(top, tl.max(score, axis=1) * factors)
             finite = tl.where(new_top == -float("inf"), 0.0, new_top)
-            fade = _exp2(top - finite, ASM)
-            prob = _exp2(score * factors[:, None] - (finite - V_HEADROOM)[:, None], ASM)
+            fade = tl.exp2(top - finite)
+            prob = tl.exp2(score * factors[:, None] - (finite - V_HEADROOM)[:, None])
             total = total * fade + tl.sum(prob, axis=1)
             top = new_top
 
