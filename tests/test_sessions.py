@@ -23,6 +23,7 @@ from hf_kvcache import (
     Window,
     cache_kwarg,
 )
+from hf_kvcache.inputs import setting, speculates
 
 from .architectures import LINEAR, build
 from .forcing import error, forced, ours, padding, text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_kvcache import KVCache, Window, pool
+from hf_kvcache import KVCache, Window, pages
 from hf_kvcache.codecs.packing import PLANAR
 from hf_kvcache.kernels import cuda, dispatch
 
@@ -14,8 +14,8 @@ from ..forcing import forced, ours, padding, text
 @pytest.fixture
 def on_cuda(monkeypatch):
     """Pages on the CPU in the order of CUDA, served by its kernels."""
-    native = lambda pages, x: None if dispatch._plain_torch.get() else cuda  # noqa: E731
-    monkeypatch.setattr(pool, "order_for", lambda device: PLANAR)
+    native = lambda held, x: None if dispatch._plain_torch.get() else cuda  # noqa: E731
+    monkeypatch.setattr(pages, "order_for", lambda device: PLANAR)
     monkeypatch.setattr(dispatch, "_native", native)
     monkeypatch.setattr(cuda, "_multiprocessors", lambda device: 1)
 
