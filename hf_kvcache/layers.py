@@ -161,7 +161,7 @@ class LayerStorage:
         opened = store.open.layer(self.index)
         if plan.copies.size:
             source, target = plan.copies
-            opened.scatter(target, opened.gather(source))
+            opened.put_raw(target, opened.raw(source))
         if len(plan.writes):
             dispatch.write(opened, k, v, plan.writes)
         if len(plan.encode_ids):
@@ -173,7 +173,7 @@ class LayerStorage:
             dispatch.seal_pages(store.sealed.layer(self.index), target, opened, source)
         if plan.demotes.size:
             source, target = plan.demotes
-            store.cold.layer(self.index).scatter(target, store.sealed.layer(self.index).gather(source))
+            store.cold.layer(self.index).put_raw(target, store.sealed.layer(self.index).raw(source))
 
     def _encode(self, pages, ids: np.ndarray, k: torch.Tensor, v: torch.Tensor, places: np.ndarray) -> None:
         if not pages.codec.lossless:

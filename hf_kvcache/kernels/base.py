@@ -37,25 +37,36 @@ class Pages:
     row: np.ndarray
     addresses: np.ndarray
 
-    def gather(self, ids: np.ndarray) -> dict[str, torch.Tensor]:
-        """A copy of the fields of pages `ids`: `[len(ids), *shape]` each."""
+    def raw(self, ids: np.ndarray) -> torch.Tensor:
+        """A copy of the bytes of pages `ids`: uint8 `[len(ids), layout.nbytes]`, where the pages are."""
         parts, places = [], []
+        for slab, rows, place in self._by_slab(ids):
+            parts.append(slab[rows])
+            places.append(place)
+        if len(parts) == 1:
+            return parts[0]
+        pages = torch.cat(parts) if parts else torch.empty((0, self.layout.nbytes), dtype=torch.uint8)
+        return pages[torch.from_numpy(np.argsort(np.concatenate([np.zeros(0, np.int64), *places]))).to(pages.device)]
+
+    def put_raw(self, ids: np.ndarray, pages: torch.Tensor) -> None:
+        """Store bytes (as of `raw`, on any device) into pages `ids`."""
+        for slab, rows, place in self._by_slab(ids):
+            slab[rows] = pages[torch.from_numpy(place).to(pages.device)].to(slab.device)
+
+    def _by_slab(self, ids: np.ndarray):
+        """Each slab that holds some of `ids`, its rows, and their places in `ids`."""
         for number in np.unique(self.slab[ids]):
             place = np.nonzero(self.slab[ids] == number)[0]
-            rows = torch.from_numpy(self.row[ids[place]].astype(np.int64))
-            parts.append(self.slabs[number][rows.to(self.slabs[number].device)])
-            places.append(place)
-        pages = torch.cat(parts)
-        if len(parts) > 1:
-            pages = pages[torch.from_numpy(np.argsort(np.concatenate(places))).to(pages.device)]
-        return self.layout.views(pages)
+            slab = self.slabs[number]
+            yield slab, torch.from_numpy(self.row[ids[place]].astype(np.int64)).to(slab.device), place
+
+    def gather(self, ids: np.ndarray) -> dict[str, torch.Tensor]:
+        """A copy of the fields of pages `ids`: `[len(ids), *shape]` each."""
+        return self.layout.views(self.raw(ids))
 
     def scatter(self, ids: np.ndarray, fields: dict[str, torch.Tensor]) -> None:
         """Store `fields` (`[len(ids), *shape]` each, on any device) into pages `ids`."""
-        for number in np.unique(self.slab[ids]):
-            slab = self.slabs[number]
-            place = np.nonzero(self.slab[ids] == number)[0]
-            rows = torch.from_numpy(self.row[ids[place]].astype(np.int64)).to(slab.device)
+        for slab, rows, place in self._by_slab(ids):
             for name, view in self.layout.views(slab).items():
                 view[rows] = fields[name][torch.from_numpy(place)].to(view.device, view.dtype)
 

@@ -1,0 +1,61 @@
+"""Files that are whole or not there, and checksums that notice every flipped bit."""
+
+import multiprocessing
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from hf_kvcache import files
+
+
+def _die_while_writing(path, began):
+    with files.replacing(path) as file:
+        file.write(b"half")
+        file.flush()
+        began.set()
+        signal.pause()
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "sub" / "x.bin"
+    with files.replacing(path) as file:
+        file.write(b"one")
+    with pytest.raises(RuntimeError), files.replacing(path) as file:
+        file.write(b"another")
+        raise RuntimeError
+    assert path.read_bytes() == b"one"
+    assert [entry.name for entry in path.parent.iterdir()] == ["x.bin"]
+
+
+def test_leftovers_of_dead_processes_go_and_those_of_living_ones_stay(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    began = context.Event()
+    process = context.Process(target=_die_while_writing, args=(tmp_path / "x.bin", began))
+    process.start()
+    assert began.wait(60)
+    mine, file = files.temporary(tmp_path)
+    assert files.remove_leftovers(tmp_path) == []  # both at work
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    (gone,) = files.remove_leftovers(tmp_path)
+    assert gone != mine and mine.exists() and not (tmp_path / "x.bin").exists()
+    file.close()
+    assert files.remove_leftovers(tmp_path) == [mine]
+
+
+@pytest.mark.parametrize("nbytes", [1, 64, 4099])
+def test_every_flipped_bit_and_every_swap_of_words_changes_a_checksum(nbytes):
+    rng = np.random.default_rng(0)
+    row = rng.integers(0, 256, nbytes, dtype=np.uint8)
+    flipped = np.stack(
+        [row, *(np.where(np.arange(nbytes) == i // 8, row ^ (1 << i % 8), row) for i in range(8 * min(nbytes, 128)))]
+    )
+    sums = files.checksums(flipped.astype(np.uint8))
+    assert len(np.unique(sums)) == len(sums)
+    if nbytes > 8:
+        swapped = row.copy()
+        swapped[:4], swapped[4:8] = row[4:8], row[:4]
+        assert files.checksums(swapped[None]) != sums[0]
+    assert files.checksums(np.zeros((1, nbytes), np.uint8)) != files.checksums(np.zeros((1, nbytes + 1), np.uint8))
