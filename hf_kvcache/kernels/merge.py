@@ -17,10 +17,23 @@ def merge(*parts: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torc
     return functools.reduce(_merge, parts)
 
 
+def merge_into(part: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """The same of two, in the place of the first one."""
+    lse, share = _weighed(part[1], other[1])
+    part[0].lerp_(other[0], share)
+    part[1].copy_(lse)
+
+
 def _merge(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]):
-    lse = torch.logaddexp(a[1], b[1])
-    share = torch.exp(b[1] - torch.where(lse.isneginf(), 0.0, lse))  # an empty union has a share of 0, not NaN
-    return torch.lerp(a[0], b[0], share[..., None]), lse
+    lse, share = _weighed(a[1], b[1])
+    return torch.lerp(a[0], b[0], share), lse
+
+
+def _weighed(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-sum-exp of a union, and what share of it the second part has, `[..., 1]`."""
+    lse = torch.logaddexp(a, b)
+    share = torch.exp(b - torch.where(lse.isneginf(), 0.0, lse))  # an empty union has a share of 0, not NaN
+    return lse, share[..., None]
 
 
 def with_sink_logits(part: tuple[torch.Tensor, torch.Tensor], s_aux: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from . import reference
-from .merge import merge
+from .merge import merge_into
 
 # torch's fused attention also knows the log-sum-exp that parts are merged by, but only these operations return it.
 _flash_on_cpu = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
@@ -67,43 +67,39 @@ def _add_sinks(part, q, k, v, scale: float, window: int, sinks: int) -> None:
     late = slice(max(0, window - (n - m)), m)  # before these, the window has left nothing behind
     position = torch.arange(n - m, n, device=q.device)[late, None]
     passed = torch.arange(sinks, device=q.device) <= position - window
-    with_sinks = merge(
-        tuple(x[late] for x in part), reference.attend(q[:, late], k[:, :sinks], v[:, :sinks], scale, passed)
-    )
-    for whole, x in zip(part, with_sinks, strict=True):
-        whole[late] = x
+    seen = reference.attend(q[:, late], k[:, :sinks], v[:, :sinks], scale, passed)
+    merge_into(tuple(x[late] for x in part), seen)
 
 
 def _windowed(q, k, v, scale: float, window: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Every query over its newest `window` keys, by causal attention alone: no mask, and no work that one would hide.
 
-    The tokens are cut into blocks of `window`, the first one shorter. A query sees its own block as far as itself and, of
-    the block before, what lies behind its own place in it.
+    The tokens are cut into blocks of `window`, before them perhaps a shorter one. A query sees its own block as far as itself
+    and, of the block before, what lies behind its own place in it.
     """
     rest = k.shape[1] % window
-    shorter = [x[None, :, :rest] for x in (q, k, v)]
     queries, keys, values = (x[:, rest:].unflatten(1, (-1, window)).transpose(0, 1) for x in (q, k, v))
-    parts = [_fused(*shorter, scale)] if rest else []
-    parts.append(merge(_fused(queries[:1], keys[:1], values[:1], scale), _behind(queries[:1], *shorter[1:], scale)))
-    if len(queries) > 1:
-        own = _fused(queries[1:], keys[1:], values[1:], scale)
-        parts.append(merge(own, _behind(queries[1:], keys[:-1], values[:-1], scale)))
-    return tuple(torch.cat([x.flatten(0, 1) for x in tensors]) for tensors in zip(*parts, strict=True))
+    out, lse = _fused(queries, keys, values, scale)
+    _add_behind((out[1:], lse[1:]), queries[1:], keys[:-1], values[:-1], scale)
+    whole = out.flatten(0, 1), lse.flatten(0, 1)
+    if not rest:
+        return whole
+    shorter = [x[None, :, :rest] for x in (q, k, v)]
+    _add_behind((out[:1], lse[:1]), queries[:1], *shorter[1:], scale)
+    return tuple(torch.cat([x[0], y]) for x, y in zip(_fused(*shorter, scale), whole, strict=True))
 
 
-def _behind(q, k, v, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries of blocks over the (perhaps fewer) keys of the blocks before, each over those that lie behind its own place:
-    causal as well once both are read backwards, less the key at that very place."""
-    batch, heads, window, _ = q.shape
-    out = q.new_zeros((batch, window, heads, v.shape[3]), dtype=torch.float32)
-    lse = q.new_full((batch, window, heads), -torch.inf, dtype=torch.float32)
+def _add_behind(part, q, k, v, scale: float) -> None:
+    """Let the queries of `part`, blocks of a window, see the (perhaps fewer) keys of the blocks before as well, each those that
+    lie behind its own place: causal too, once both are read backwards and without the key at that very place."""
+    window = q.shape[2]
     q, k, v = q.flip(2)[:, :, 1:], k.flip(2)[:, :, : window - 1], v.flip(2)[:, :, : window - 1]
     some = k.shape[2]  # as many queries see some of these keys each, the others see all
     for queries, causal in ((slice(0, some), True), (slice(some, window - 1), False)):
-        if some and queries.start < queries.stop:
+        if len(q) and queries.start < queries.stop:
             back = slice(window - 1 - queries.stop, window - 1 - queries.start)
-            out[:, back], lse[:, back] = (x.flip(1) for x in _fused(q[:, :, queries], k, v, scale, causal=causal))
-    return out, lse
+            behind = _fused(q[:, :, queries], k, v, scale, causal=causal)
+            merge_into(tuple(x[:, back] for x in part), tuple(x.flip(1) for x in behind))
 
 
 def _band(offset: int, n: int, start: int, window: int, like: torch.Tensor) -> torch.Tensor:
