@@ -24,6 +24,7 @@ from .errors import (
     ConfigurationError,
     IntegrityError,
     KVCacheError,
+    TierError,
     UnsupportedError,
 )
 from .memory import MemoryReport
@@ -32,7 +33,7 @@ from .pool import BlockPool
 from .prefix import Media, Priority
 from .retention import Everything, Window
 from .session import Pin, Session
-from .tiers import DeviceTier, HostTier
+from .tiers import DeviceTier, DiskTier, HostTier
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ __all__ = [
     "CapacityError",
     "ConfigurationError",
     "DeviceTier",
+    "DiskTier",
     "Everything",
     "Fp8Codec",
     "HostTier",
@@ -62,6 +64,7 @@ __all__ = [
     "ReuseMetrics",
     "Session",
     "SlidingWindowCache",
+    "TierError",
     "UnsupportedError",
     "Window",
     "cache_kwarg",

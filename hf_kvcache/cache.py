@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -26,7 +27,7 @@ from .retention import Retention, Window, retention_for
 from .rotary import RotaryAngles
 from .spec import STATE_ONLY, LayerSpec, specs_from_config
 from .storage import Storage
-from .tiers import HostTier, Tier, tier_for
+from .tiers import DiskTier, HostTier, Tier, tier_for
 
 
 class KVLayer(CacheLayerMixin):
@@ -153,7 +154,7 @@ class KVCache(Cache):
         for (retention, codec, tier), indices in members.items():
             codec.layout(Geometry(1, 1, 1, self.block_size, torch.float32), LANES)  # refuses what cannot be, now
             tier, native = copy.deepcopy(tier), NativeCodec()
-            store = self.pool.group(tuple(indices), codec, self.block_size, tier.resident_tokens is not None, native)
+            store = self.pool.group(tuple(indices), codec, self.block_size, tier.place, native)
             if retention.window is None and tier.resident_tokens is None:
                 self.pool.expect_everything(store)
             group = LayerGroup(retention, tier, store, self.pool, self.residual, self.rotary)
@@ -375,7 +376,8 @@ class KVCache(Cache):
     def stats(self) -> dict:
         """Numbers of what happened so far: tokens by row, blocks by state, tokens sealed, tensors materialised, and the
         share of what was written that a query no longer reads as it was (`compressed`: lossy codes, what a window
-        passed)."""
+        passed), and the bytes that went to a slower tier (`bytes_written`) and were copied back from it (`bytes_read`).
+        """
         tables = [group.table for group in self.storage.groups]
         for table in tables if self.storage.at_rest() else ():
             table.settle()
@@ -390,6 +392,8 @@ class KVCache(Cache):
             "positions_dropped": sum(int(t.gap.sum()) for t in tables),
             "compressed": memory.compressed(self.storage),
             "materialisations": self.storage.materialisations,
+            "bytes_written": sum(group.tier.bytes_written for group in self.storage.groups),
+            "bytes_read": sum(group.tier.bytes_read for group in self.storage.groups),
         }
 
     def check_integrity(self) -> None:
@@ -524,11 +528,42 @@ class QuantizedCache(KVCache):
 
 
 class OffloadedCache(KVCache):
-    """Everything, exactly; blocks older than the newest `resident_tokens` live in host memory and come back, a layer
-    ahead, while the layer before attends."""
+    """Everything, exactly; blocks older than the newest `resident_tokens` live in host memory or on disk and come back ahead
+    of the attention over them.
 
-    def __init__(self, config, *, resident_tokens: int = 1024, tier: Tier | None = None, **choices):
-        super().__init__(config, tier=tier or HostTier(resident_tokens), **choices)
+    With a `disk_path` they go to a spill file in that folder, of at most `disk_bytes`, once `host_bytes` of host memory are
+    full (0 unless given); without one all of them go to host memory. See `DiskTier` and `HostTier`, which `tier` may also give.
+    """
+
+    def __init__(
+        self,
+        config,
+        *,
+        resident_tokens: int | None = None,
+        host_bytes: int | None = None,
+        disk_path: str | os.PathLike | None = None,
+        disk_bytes: int | None = None,
+        tier: Tier | None = None,
+        **choices,
+    ):
+        given = {"resident_tokens": resident_tokens, "host_bytes": host_bytes, "disk_path": disk_path, "disk_bytes": disk_bytes}
+        super().__init__(config, tier=_offload_tier(**given) if tier is None else _alone(tier, given), **choices)
+
+
+def _offload_tier(resident_tokens, host_bytes, disk_path, disk_bytes) -> Tier:
+    resident_tokens = 1024 if resident_tokens is None else resident_tokens
+    if disk_path is not None:
+        return DiskTier(resident_tokens, disk_path, host_bytes=host_bytes or 0, disk_bytes=disk_bytes)
+    if disk_bytes is not None:
+        raise ConfigurationError(f"disk_bytes={disk_bytes} limits a spill file that there is none of: give its disk_path.")
+    return HostTier(resident_tokens, host_bytes=host_bytes)
+
+
+def _alone(tier: Tier, others: Mapping) -> Tier:
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise ConfigurationError(f"tier={tier!r} says where blocks live, and so does {given[0]}: give one of them.")
+    return tier
 
 
 def cache_kwarg(cache: Cache) -> dict[str, Cache]:

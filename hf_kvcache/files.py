@@ -21,6 +21,7 @@ except ImportError:  # Windows: a file that is open there cannot be removed, whi
     fcntl = None
 
 TEMPORARY = ".hfkv-tmp"
+RUN = 1 << 20  # bytes read or written at a time
 
 
 def checksums(rows: np.ndarray) -> np.ndarray:
@@ -36,6 +37,37 @@ def checksums(rows: np.ndarray) -> np.ndarray:
     weights = (np.arange(1, words.shape[1] + 1, dtype=np.uint64) * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)
     with np.errstate(over="ignore"):
         return (words * (weights | np.uint64(1))).sum(axis=1, dtype=np.uint64) + np.uint64(nbytes)
+
+
+def runs(offsets: np.ndarray, nbytes: int) -> list[tuple[int, int]]:
+    """`[start, stop)` of rows of `nbytes` bytes that follow one another in a file, none longer than `RUN` bytes."""
+    longest, found, start = max(1, RUN // nbytes), [], 0
+    for i in range(1, len(offsets) + 1):
+        if i == len(offsets) or i - start == longest or offsets[i] != offsets[i - 1] + nbytes:
+            found.append((start, i))
+            start = i
+    return found
+
+
+def read_rows(descriptor: int, offsets: np.ndarray, sums: np.ndarray, rows: np.ndarray) -> tuple[int, str] | None:
+    """Fill `rows` (uint8 `[n, nbytes]`) from `offsets` (`[n]`) of a file and compare with their checksums (`[n]`); the first
+    row that is not right, and why, or None. (`kernels/cpu.py` has the same in one native call.)"""
+    nbytes = rows.shape[1]
+    for start, stop in runs(offsets, nbytes):
+        data, offset = memoryview(rows[start:stop]).cast("B"), int(offsets[start])
+        while len(data):
+            row = stop - 1 - (len(data) - 1) // nbytes
+            try:
+                count = os.preadv(descriptor, [data], offset)
+            except OSError as error:
+                return row, str(error.strerror)
+            if count == 0:
+                return row, f"the file ends {len(data)} bytes early"
+            data, offset = data[count:], offset + count
+        wrong = np.nonzero(checksums(rows[start:stop]) != sums[start:stop])[0]
+        if len(wrong):
+            return start + int(wrong[0]), "they are not what was written (another checksum)"
+    return None
 
 
 def temporary(folder: Path, name: str = "") -> tuple[Path, BinaryIO]:

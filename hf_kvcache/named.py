@@ -1,7 +1,7 @@
 """Caches by name, as command lines write them: ours and the built-in ones beside which they are measured.
 
-A name is `kind[:argument][/option=value ...]`: `paged`, `window:1024+4`, `offloaded:256`, `int4`, `k4v2/residual=128`,
-`dynamic` (the built-in one). A codec as an option gives layers one of their own: in `int2/block_size=32/int8=0-3+29` the
+A name is `kind[:argument][/option=value ...]`: `paged`, `window:1024+4`, `offloaded:256`, `disk:256`, `int4`,
+`k4v2/residual=128`, `dynamic` (the built-in one). A codec as an option gives layers one of their own: in `int2/block_size=32/int8=0-3+29` the
 first four layers and the last of thirty have 8 bits.
 """
 
@@ -13,10 +13,11 @@ from collections.abc import Callable
 from transformers import DynamicCache, StaticCache, cache_utils
 from transformers.cache_utils import Cache
 
-from .cache import OffloadedCache, PagedCache, QuantizedCache, SlidingWindowCache
+from .cache import KVCache, OffloadedCache, PagedCache, QuantizedCache, SlidingWindowCache
 from .codecs import CODECS
+from .tiers import DiskTier
 
-EXACT = ("dynamic", "static", "paged", "offloaded")  # kinds that give back what they were given
+EXACT = ("dynamic", "static", "paged", "offloaded", "disk")  # kinds that give back what they were given
 BUILT_IN = ("dynamic", "static", "hf-fp8", "hf-hqq4", "hf-quanto4")
 DEFAULT = ("paged", "window:1024+4", "int8", "int4", "int2", "fp8", "offloaded:1024")
 
@@ -28,6 +29,10 @@ def _window(config, argument: str, **options) -> Cache:
 
 def _offloaded(config, argument: str, **options) -> Cache:
     return OffloadedCache(config, resident_tokens=int(argument or 1024), **options)
+
+
+def _disk(config, argument: str, **options) -> Cache:
+    return KVCache(config, tier=DiskTier(int(argument or 1024)), **options)
 
 
 def _quantized(codec: str) -> Callable[..., Cache]:
@@ -47,6 +52,7 @@ KINDS: dict[str, Callable[..., Cache]] = {
     "paged": lambda config, argument, **options: PagedCache(config, **options),
     "window": _window,
     "offloaded": _offloaded,
+    "disk": _disk,
     **{name: _quantized(name) for name in CODECS if name != "native"},
 }
 

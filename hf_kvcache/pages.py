@@ -16,6 +16,7 @@ import torch
 
 from .codecs import Codec, Geometry
 from .codecs.packing import order_for
+from .cold import GROWTH, ColdMemory, DiskSlab
 from .errors import IntegrityError
 from .kernels.base import Pages
 from .prefix import PrefixIndex
@@ -23,27 +24,35 @@ from .prefix import PrefixIndex
 if TYPE_CHECKING:
     from .pool import Lock
 
-GROWTH = 32  # a full store grows by a 32nd: at most 3 % is reserved beyond what is used, and nothing stored ever moves
-
-
 class PageStore:
-    """Pages of one codec for all layers of a group, in one place (a device or a host), with reference counts.
+    """Pages of one codec for all layers of a group, on a device or in cold memory, with reference counts.
 
-    A page id means the same block in every layer. Memory comes in **slabs**, one tensor per layer and slab, allocated
-    when a layer first needs it; a slab is never moved, and given back when none of its pages is in use. One reference to
-    each of the pages in `named` is the prefix index's, which is told when it is the last one.
+    A page id means the same block in every layer. Memory comes in **slabs**, one tensor (or part of a file) per layer and
+    slab, allocated when a layer first needs it; a slab is never moved, and given back when none of its pages is in use. A
+    store that is full grows by a 32nd: at most 3 % is reserved beyond what is used. One reference to each of the pages in
+    `named` is the prefix index's, which is told when it is the last one.
     """
 
     def __init__(
-        self, codec: Codec, layers: int, lock: Lock, index: PrefixIndex, *, host: bool = False, poison: bool = False
+        self,
+        codec: Codec,
+        layers: int,
+        lock: Lock,
+        index: PrefixIndex,
+        *,
+        cold: ColdMemory | None = None,
+        poison: bool = False,
     ):
-        self.codec, self.lock, self.index, self.host, self.poison = codec, lock, index, host, poison
+        self.codec, self.lock, self.index, self.cold, self.poison = codec, lock, index, cold, poison
+        if cold is not None:
+            cold.stores.add(self)
         self.reserve = 0  # pages of the first slab, at least
         self.refs, self.named = np.zeros(0, np.int32), np.zeros(0, bool)
         self.slab_of, self.row_of = np.zeros(0, np.int32), np.zeros(0, np.int32)
         self.free: list[int] = []
         self.retired: list[int] = []  # ids whose slab was given back; reused before new ids are made
         self.slab_sizes: list[int] = []  # 0 where the slab was given back
+        self.slab_on_disk: list[bool] = []
         self.pages: list[Pages | None] = [None] * layers
         self._devices: list[torch.device | None] = [None] * layers
 
@@ -57,6 +66,15 @@ class PageStore:
         """Bytes of one page in all layers that have been bound."""
         return sum(pages.layout.nbytes for pages in self.pages if pages is not None)
 
+    def reserved_bytes(self, on_disk: bool) -> int:
+        """Bytes of the slabs in memory, or of those on disk, in all layers that have been bound."""
+        slabs = zip(self.slab_sizes, self.slab_on_disk, strict=True)
+        return self.page_bytes * sum(size for size, where in slabs if where == on_disk)
+
+    def on_disk(self, ids: np.ndarray) -> np.ndarray:
+        """`[len(ids)]` which of these pages are in a file."""
+        return np.array(self.slab_on_disk, bool)[self.slab_of[ids]]
+
     def bind(self, layer: int, geometry: Geometry, device: torch.device) -> None:
         """Tell the store what `layer`'s pages look like. A layer that holds no slab yet may be bound again."""
         order = order_for(device)
@@ -66,11 +84,11 @@ class PageStore:
                 return  # another thread was first, and may have stored something already
             addresses = np.zeros(len(self.refs), np.int64)
             self.pages[layer] = Pages(self.codec, geometry, layout, order, [], self.slab_of, self.row_of, addresses)
-            self._devices[layer] = torch.device("cpu") if self.host else device
+            self._devices[layer] = device if self.cold is None else torch.device("cpu")
 
     def holds(self, layer: int, geometry: Geometry, device: torch.device) -> bool:
         """Whether `layer` is bound to just this."""
-        place = torch.device("cpu") if self.host else device
+        place = device if self.cold is None else torch.device("cpu")
         return self.pages[layer] is not None and (self.pages[layer].geometry, self._devices[layer]) == (geometry, place)
 
     def device(self, layer: int) -> torch.device | None:
@@ -91,22 +109,32 @@ class PageStore:
         return pages
 
     def _add_slab(self, pages: Pages, number: int, device: torch.device) -> None:
-        shape, pin = (self.slab_sizes[number], pages.layout.nbytes), self.host and torch.cuda.is_available()
+        shape = (self.slab_sizes[number], pages.layout.nbytes)
+        if self.slab_on_disk[number]:
+            slab = DiskSlab(self.cold.file, *shape)
+            start = slab.offset
+        else:
+            slab = self._allocate(shape, device)
+            start = slab.data_ptr()
+        ids = np.nonzero(self.slab_of == number)[0]
+        pages.addresses[ids] = start + self.row_of[ids].astype(np.int64) * pages.layout.nbytes
+        pages.slabs.append(slab)
+
+    def _allocate(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+        pin = self.cold is not None and torch.cuda.is_available()
         with torch.inference_mode(False):  # pages outlive the pass that needs them first, and are written to in others
             slab = torch.empty(shape, dtype=torch.uint8, device=device, pin_memory=pin)
         if device.type == "cpu" and not pin:
             _ask_for_huge_pages(slab)
         if self.poison:
             slab.fill_(0xFF)
-        ids = np.nonzero(self.slab_of == number)[0]
-        pages.addresses[ids] = slab.data_ptr() + self.row_of[ids].astype(np.int64) * pages.layout.nbytes
-        pages.slabs.append(slab)
+        return slab
 
     def take(self, count: int) -> list[int]:
-        """`count` pages, each with one reference."""
+        """`count` pages, each with one reference. (Cold memory has made room for its own.)"""
         if count > len(self.free):
             reserve = 0 if any(self.slab_sizes) else self.reserve
-            self._grow(max(count - len(self.free), len(self.refs) // GROWTH, reserve))
+            self.grow(max(count - len(self.free), len(self.refs) // GROWTH, reserve))
         taken = [self.free.pop() for _ in range(count)]
         self.refs[taken] = 1
         return taken
@@ -150,15 +178,21 @@ class PageStore:
                 self.retired.extend(gone)
                 for pages in self.pages:
                     if pages is not None and number < len(pages.slabs):
-                        pages.slabs[number] = pages.slabs[number][:0].clone()
+                        slab = pages.slabs[number]
+                        if isinstance(slab, DiskSlab):
+                            slab.free()
+                        pages.slabs[number] = torch.empty((0, pages.layout.nbytes), dtype=torch.uint8, device=slab.device)
                         pages.addresses[ids] = 0
 
     def nbytes(self) -> int:
-        """Bytes of the storages that are allocated, counted from the storages themselves."""
+        """Bytes of the storages that are allocated, counted from the storages themselves, and of the slabs on disk."""
         slabs = [slab for pages in self.pages if pages is not None for slab in pages.slabs]
-        return sum({s.untyped_storage().data_ptr(): s.untyped_storage().nbytes() for s in slabs}.values())
+        on_disk = sum(slab.nbytes for slab in slabs if isinstance(slab, DiskSlab))
+        storages = [slab.untyped_storage() for slab in slabs if isinstance(slab, torch.Tensor)]
+        return on_disk + sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
-    def _grow(self, count: int) -> None:
+    def grow(self, count: int, on_disk: bool = False) -> None:
+        """`count` more free pages, in a slab of their own."""
         fresh = self.retired[-count:]
         del self.retired[len(self.retired) - len(fresh) :]
         old = len(self.refs)
@@ -171,6 +205,7 @@ class PageStore:
         self.slab_of[fresh] = len(self.slab_sizes)
         self.row_of[fresh] = np.arange(count)
         self.slab_sizes.append(count)
+        self.slab_on_disk.append(on_disk)
         self.free.extend(reversed(fresh))
         for pages in self.pages:
             if pages is not None:
@@ -181,6 +216,9 @@ class PageStore:
         for pages in filter(None, self.pages):
             for number, slab in enumerate(pages.slabs):
                 rows = self.row_of[ids[self.slab_of[ids] == number]]
+                if isinstance(slab, DiskSlab):
+                    slab.spoil(rows)
+                    continue
                 slab[torch.from_numpy(rows.astype(np.int64)).to(slab.device)] = 0xFF
 
     def check_integrity(self, expected: np.ndarray) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from . import capacity
 from .codecs import Codec
+from .cold import ColdMemory, Place, Wanted
 from .errors import CacheInputError, CacheStateError, CapacityError, ConfigurationError, IntegrityError
 from .identity import Identity
 from .metrics import PoolMetrics, ReuseCounter
@@ -125,6 +126,7 @@ class BlockPool:
         self.config, self.block_size, self.poison = config, block_size, poison
         self.capacity_tokens, self.capacity_bytes = capacity_tokens, capacity_bytes
         self.groups: dict[tuple, GroupStore] = {}
+        self.cold: dict[Place, ColdMemory] = {}
         self.tables = weakref.WeakSet()  # the `BlockTable`s that take pages from here
         self.lock = Lock()
         self.prefixes = PrefixIndex(clock)
@@ -132,17 +134,23 @@ class BlockPool:
         self.failures = 0
         self._model: tuple[Identity, weakref.ref] | None = None  # whose keys and values are here
 
-    def group(self, layers: tuple[int, ...], codec: Codec, block_size: int, tiered: bool, native: Codec) -> GroupStore:
-        """The stores for `layers` with this codec and block size; made at the first call, shared afterwards."""
+    def group(
+        self, layers: tuple[int, ...], codec: Codec, block_size: int, place: Place | None, native: Codec
+    ) -> GroupStore:
+        """The stores for `layers` with this codec, block size and place of cold pages (None: there are none); made at the
+        first call, shared afterwards."""
         with self.lock:
-            key = (layers, codec.name, block_size, tiered)
+            key = (layers, codec.name, block_size, place)
             if key not in self.groups:
-                make = lambda codec, host: PageStore(  # noqa: E731
-                    codec, len(layers), self.lock, self.prefixes, host=host, poison=self.poison
+                make = lambda codec, cold: PageStore(  # noqa: E731
+                    codec, len(layers), self.lock, self.prefixes, cold=cold, poison=self.poison
                 )
-                open_ = make(native, False)
-                sealed = open_ if codec.lossless else make(codec, False)
-                self.groups[key] = GroupStore(open_, sealed, make(codec, True) if tiered else None, block_size)
+                open_ = make(native, None)
+                sealed = open_ if codec.lossless else make(codec, None)
+                if place is not None and place not in self.cold:
+                    self.cold[place] = ColdMemory(place)
+                cold = None if place is None else make(codec, self.cold[place])
+                self.groups[key] = GroupStore(open_, sealed, cold, block_size)
             return self.groups[key]
 
     def expect_everything(self, group: GroupStore) -> None:
@@ -169,6 +177,8 @@ class BlockPool:
                     self._evict([group.sealed], "capacity")
             while self._bytes_short(demands) > 0:
                 self._evict([group.sealed for group in self.groups.values()], "capacity")
+            for memory, wanted in self._cold_wanted(demands):
+                memory.make_room(wanted)
             return [
                 (group.open.take(d.open), group.sealed.take(d.sealed), group.cold.take(d.cold) if d.cold else [])
                 for group, d in demands
@@ -183,6 +193,12 @@ class BlockPool:
         """Whether rows of `lengths` tokens (prompt and answer) have room now, without any reuse, in a session with
         these choices; evicting what is not in use where necessary. Takes and evicts nothing."""
         return self.session(**choices).can_admit(lengths)
+
+    def _cold_wanted(self, demands: Sequence[tuple[GroupStore, Demand]]) -> list[tuple[ColdMemory, Wanted]]:
+        """What each place of cold pages must have room for."""
+        wanted = [(group.cold, demand.cold) for group, demand in demands if demand.cold]
+        memories = dict.fromkeys(store.cold for store, _ in wanted)
+        return [(memory, [(s, pages) for s, pages in wanted if s.cold is memory]) for memory in memories]
 
     def _tokens_short(self, group: GroupStore, demand: Demand) -> int:
         """Blocks beyond `capacity_tokens` that a group would hold."""
@@ -217,6 +233,9 @@ class BlockPool:
                     evictable=evictable * size,
                     unit="tokens",
                 )
+        for memory, wanted in self._cold_wanted(demands):
+            if (error := memory.refusal(wanted)) is not None:
+                return error
         short = self._bytes_short(demands)
         stores = {group.sealed: group.block_size for group in self.groups.values()}
         blocks = sum(self.prefixes.evictable(store) for store in stores)
@@ -253,7 +272,7 @@ class BlockPool:
                     store.trim()
 
     def nbytes(self) -> int:
-        """Bytes of all storages, counted once each."""
+        """Bytes of all storages, counted once each, and of spill files."""
         return sum(store.nbytes() for group in self.groups.values() for store in group.stores)
 
     # ---- reuse ------------------------------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ class Pages:
     """The pages of one layer in one store.
 
     `slabs` are uint8 tensors `[pages, layout.nbytes]`; page `i` is row `row[i]` of slab `slab[i]`, at byte address
-    `addresses[i]` (all three numpy arrays, indexed by page id; addresses are int64).
+    `addresses[i]` (all three numpy arrays, indexed by page id; addresses are int64). What stands for a slab in a file is
+    indexed like one (`cold.py`), and addresses are places in the file: its pages are for `raw` and `put_raw`, not for kernels.
     """
 
     codec: Codec
@@ -52,6 +53,18 @@ class Pages:
         """Store bytes (as of `raw`, on any device) into pages `ids`."""
         for slab, rows, place in self._by_slab(ids):
             slab[rows] = pages[torch.from_numpy(place).to(pages.device)].to(slab.device)
+
+    def in_file(self, ids: np.ndarray) -> np.ndarray:
+        """`[len(ids)]` which of these pages are in a file."""
+        return np.array([not isinstance(slab, torch.Tensor) for slab in self.slabs], bool)[self.slab[ids]]
+
+    def over(self, buffer: torch.Tensor) -> Pages:
+        """Pages of this kind that are the rows of `buffer` (uint8 `[n, layout.nbytes]`), with ids from 0 on."""
+        n = len(buffer)
+        addresses = buffer.data_ptr() + np.arange(n, dtype=np.int64) * self.layout.nbytes
+        return replace(
+            self, slabs=[buffer], slab=np.zeros(n, np.int32), row=np.arange(n, dtype=np.int32), addresses=addresses
+        )
 
     def _by_slab(self, ids: np.ndarray):
         """Each slab that holds some of `ids`, its rows, and their places in `ids`."""

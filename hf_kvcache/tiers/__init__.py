@@ -5,9 +5,10 @@ from __future__ import annotations
 from ..choices import choose
 from .base import Tier
 from .device import DeviceTier
+from .disk import DiskTier
 from .host import HostTier
 
-TIERS = {"device": DeviceTier, "host": HostTier}
+TIERS = {"device": DeviceTier, "host": HostTier, "disk": DiskTier}
 
 
 def tier_for(choice: Tier | str | None) -> Tier:
@@ -19,4 +20,4 @@ def tier_for(choice: Tier | str | None) -> Tier:
     return choose("tier", Tier, TIERS, "device" if choice is None else choice, "a HostTier(...)")
 
 
-__all__ = ["TIERS", "DeviceTier", "HostTier", "Tier", "tier_for"]
+__all__ = ["TIERS", "DeviceTier", "DiskTier", "HostTier", "Tier", "tier_for"]
