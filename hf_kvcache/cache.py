@@ -546,24 +546,26 @@ class OffloadedCache(KVCache):
         tier: Tier | None = None,
         **choices,
     ):
-        given = {"resident_tokens": resident_tokens, "host_bytes": host_bytes, "disk_path": disk_path, "disk_bytes": disk_bytes}
-        super().__init__(config, tier=_offload_tier(**given) if tier is None else _alone(tier, given), **choices)
+        limits = {"host_bytes": host_bytes, "disk_path": disk_path, "disk_bytes": disk_bytes}
+        tier = _offload_tier(tier, resident_tokens, limits)
+        super().__init__(config, tier=tier, **choices)
 
 
-def _offload_tier(resident_tokens, host_bytes, disk_path, disk_bytes) -> Tier:
+def _offload_tier(tier: Tier | None, resident_tokens: int | None, limits: dict) -> Tier:
+    if tier is not None:
+        others = [name for name, x in {"resident_tokens": resident_tokens, **limits}.items() if x is not None]
+        if others:
+            raise ConfigurationError(
+                f"tier={tier!r} says where blocks live, and so does {others[0]}: give one of them."
+            )
+        return tier
     resident_tokens = 1024 if resident_tokens is None else resident_tokens
-    if disk_path is not None:
-        return DiskTier(resident_tokens, disk_path, host_bytes=host_bytes or 0, disk_bytes=disk_bytes)
+    path, disk_bytes, host_bytes = limits["disk_path"], limits["disk_bytes"], limits["host_bytes"]
+    if path is not None:
+        return DiskTier(resident_tokens, path, host_bytes=host_bytes or 0, disk_bytes=disk_bytes)
     if disk_bytes is not None:
-        raise ConfigurationError(f"disk_bytes={disk_bytes} limits a spill file that there is none of: give its disk_path.")
+        raise ConfigurationError(f"disk_bytes={disk_bytes} limits a file, and there is none without disk_path.")
     return HostTier(resident_tokens, host_bytes=host_bytes)
-
-
-def _alone(tier: Tier, others: Mapping) -> Tier:
-    given = [name for name, value in others.items() if value is not None]
-    if given:
-        raise ConfigurationError(f"tier={tier!r} says where blocks live, and so does {given[0]}: give one of them.")
-    return tier
 
 
 def cache_kwarg(cache: Cache) -> dict[str, Cache]:

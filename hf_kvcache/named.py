@@ -1,8 +1,8 @@
 """Caches by name, as command lines write them: ours and the built-in ones beside which they are measured.
 
 A name is `kind[:argument][/option=value ...]`: `paged`, `window:1024+4`, `offloaded:256`, `disk:256`, `int4`,
-`k4v2/residual=128`, `dynamic` (the built-in one). A codec as an option gives layers one of their own: in `int2/block_size=32/int8=0-3+29` the
-first four layers and the last of thirty have 8 bits.
+`k4v2/residual=128`, `dynamic` (the built-in one). A codec as an option gives layers one of their own: in
+`int2/block_size=32/int8=0-3+29` the first four layers and the last of thirty have 8 bits.
 """
 
 from __future__ import annotations

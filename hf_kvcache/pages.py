@@ -24,6 +24,7 @@ from .prefix import PrefixIndex
 if TYPE_CHECKING:
     from .pool import Lock
 
+
 class PageStore:
     """Pages of one codec for all layers of a group, on a device or in cold memory, with reference counts.
 
@@ -181,7 +182,9 @@ class PageStore:
                         slab = pages.slabs[number]
                         if isinstance(slab, DiskSlab):
                             slab.free()
-                        pages.slabs[number] = torch.empty((0, pages.layout.nbytes), dtype=torch.uint8, device=slab.device)
+                        pages.slabs[number] = torch.empty(
+                            (0, pages.layout.nbytes), dtype=torch.uint8, device=slab.device
+                        )
                         pages.addresses[ids] = 0
 
     def nbytes(self) -> int:

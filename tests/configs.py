@@ -65,11 +65,14 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "staged-1": Configuration(lambda c: OffloadedCache(c, block_size=4, tier=staged(8, ring=1)), EXACT),
     "staged-2": Configuration(lambda c: OffloadedCache(c, block_size=4, tier=staged(8, ring=2)), EXACT),
     "disk": Configuration(lambda c: OffloadedCache(c, block_size=4, tier=on_disk(8)), EXACT),
-    "disk-poisoned": Configuration(
-        lambda c: KVCache(c, block_size=4, tier=on_disk(4, ring=1), pool=BlockPool(c, poison=True)), EXACT
-    ),
     "disk-after-host": Configuration(
-        lambda c: KVCache(c, block_size=4, tier=on_disk(4, host_bytes=9000, direct=False)), EXACT
+        lambda c: KVCache(
+            c,
+            block_size=4,
+            tier=on_disk(4, ring=1, host_bytes=9000, direct=False),
+            pool=BlockPool(c, poison=True),
+        ),
+        EXACT,
     ),
     "long-window": Configuration(lambda c: SlidingWindowCache(c, block_size=4, window=LONG), EXACT),
     "window": Configuration(
@@ -102,12 +105,7 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "int4-staged": Configuration(
         lambda c: QuantizedCache(c, bits=4, block_size=8, residual=4, tier=staged(8, ring=2)), 0.3
     ),
-    "int4-disk": Configuration(
-        lambda c: QuantizedCache(c, bits=4, block_size=8, residual=4, tier=on_disk(8)), 0.3
-    ),
-    "window-disk": Configuration(
-        lambda c: KVCache(c, block_size=4, retention=Window(16, 2, rebase=False), tier=on_disk(4)), EXACT, sees=(16, 2)
-    ),
+    "int4-disk": Configuration(lambda c: QuantizedCache(c, bits=4, block_size=8, residual=4, tier=on_disk(8)), 0.3),
     "int8-layers": Configuration(
         lambda c: QuantizedCache(
             c, bits=8, block_size=8, residual=8, layers={0: {"codec": "native"}, 1: {"codec": "int4"}}

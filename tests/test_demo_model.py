@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import tempfile
 
 import pytest
 import torch
@@ -35,16 +36,21 @@ def reference() -> quality.Reference:
 @functools.cache
 def plain_tokens() -> tuple[torch.Tensor, list[list[int]]]:
     model, tokenizer = demo_model()
-    prompt = quality.windows(tokenizer, list(models.texts().values())[:1], 1, 1500)
+    prompt = quality.windows(tokenizer, list(models.texts().values())[:1], 1, 2048 - 256)
     return prompt, generate(model, prompt, DynamicCache(config=model.config), 256)
 
 
 @pytest.mark.parametrize(
     "make",
-    [PagedCache, lambda c: OffloadedCache(c, resident_tokens=256), lambda c: SlidingWindowCache(c, window=2048)],
-    ids=["paged", "offloaded", "window_longer_than_the_text"],
+    [
+        PagedCache,
+        lambda c: OffloadedCache(c, resident_tokens=256),
+        lambda c: OffloadedCache(c, resident_tokens=256, disk_path=tempfile.gettempdir()),
+        lambda c: SlidingWindowCache(c, window=2048),
+    ],
+    ids=["paged", "offloaded", "disk", "window_longer_than_the_text"],
 )
-def test_256_greedy_tokens_after_1500_equal_the_built_in_caches(make):
+def test_256_greedy_tokens_up_to_2048_equal_the_built_in_caches(make):
     model, _ = demo_model()
     prompt, expected = plain_tokens()
     cache = make(model.config)

@@ -202,9 +202,7 @@ def read_pages(descriptor: int, offsets: np.ndarray, sums: np.ndarray, rows: np.
     """Fill `rows` (uint8 `[n, nbytes]`, C-contiguous) from `offsets` (int64 `[n]`) of a file and compare with their checksums
     (uint64 `[n]`); the first row that is not right, or None."""
     n, nbytes = rows.shape
-    first = load().hfkv_read_pages(
-        descriptor, rows.ctypes.data, nbytes, n, offsets.ctypes.data, sums.ctypes.data
-    )
+    first = load().hfkv_read_pages(descriptor, rows.ctypes.data, nbytes, n, offsets.ctypes.data, sums.ctypes.data)
     return None if first == n else first
 
 

@@ -65,7 +65,9 @@ def check_limits(resident_tokens: int, ring: int, **limits: int | None) -> None:
         raise ConfigurationError(f"ring={ring} leaves no buffer to bring blocks back to; use 2.")
     for name, limit in limits.items():
         if limit is not None and (not isinstance(limit, int) or limit < 0):
-            raise ConfigurationError(f"{name}={limit!r} must be a whole number of at least 0 bytes, or None for no limit.")
+            raise ConfigurationError(
+                f"{name}={limit!r} must be a whole number of at least 0 bytes, or None for no limit."
+            )
 
 
 def copy_runs(pages: Pages, ids: np.ndarray, buffer: torch.Tensor) -> None:
