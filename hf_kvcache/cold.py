@@ -10,7 +10,6 @@ mapping count as this process's own, so that a context larger than memory would 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import shutil
 import weakref
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from .pages import PageStore
 
 GROWTH = 32  # a store that is full grows by a 32nd, where the limits allow
+UNLIMITED = 1 << 62  # bytes
 ALIGNMENT = 4096  # bytes: slabs begin at a page of the file system
 
 Wanted = list[tuple["PageStore", int]]  # pages that stores are going to take
@@ -76,7 +76,7 @@ class ColdMemory:
             f"{needed} more bytes of cold blocks are needed, {' and '.join(limits)}. Shorten the input, choose fewer bits, crop "
             "or reset a cache of this pool, or give the tier more (host_bytes, disk_path, disk_bytes).",
             needed=needed,
-            available=int(sum(room.values())),
+            available=sum(room.values()),
             unit="bytes",
         )
 
@@ -88,17 +88,17 @@ class ColdMemory:
             room[on_disk] -= spare * store.page_bytes
             store.grow(pages + spare, on_disk)
 
-    def _room(self) -> dict[bool, float]:
+    def _room(self) -> dict[bool, int]:
         """Bytes left, by whether they are on disk."""
         host, folder, disk = self.place.host_bytes, self.place.folder, self.place.disk_bytes
         used = {where: sum(store.reserved_bytes(where) for store in self.stores) for where in (False, True)}
-        room = {False: math.inf if host is None else max(0, host - used[False]), True: 0}
+        room = {False: UNLIMITED if host is None else max(0, host - used[False]), True: 0}
         if folder is not None:
             free = shutil.disk_usage(folder).free if folder.exists() else 0
             room[True] = free if disk is None else min(free, max(0, disk - used[True]))
         return room
 
-    def _divide(self, wanted: Wanted, room: dict[bool, float]) -> list[tuple[PageStore, int, bool]] | None:
+    def _divide(self, wanted: Wanted, room: dict[bool, int]) -> list[tuple[PageStore, int, bool]] | None:
         """`(store, pages, on disk)` to grow by, host memory first; takes that from `room`. None where it does not fit."""
         parts = []
         for store, short in _short(wanted):
@@ -117,10 +117,9 @@ def _short(wanted: Wanted) -> Iterable[tuple[PageStore, int]]:
     return [(store, pages - len(store.free)) for store, pages in wanted if pages > len(store.free)]
 
 
-def _pages(room: float, store: PageStore) -> int:
+def _pages(room: int, store: PageStore) -> int:
     """Pages of `store` that `room` bytes hold."""
-    size = store.page_bytes
-    return int(min(room // size, 1 << 40)) if size else 1 << 40
+    return room // (store.page_bytes or 1)  # a layer whose shape no config tells has no size before it has come
 
 
 class SpillFile:
@@ -222,10 +221,10 @@ class SpillFile:
 
     def lend(self, nbytes: int) -> torch.Tensor:
         """A buffer of at least `nbytes` bytes, pinned where there is a device that copies from it."""
-        while self._spare:
-            buffer = self._spare.pop()
-            if len(buffer) >= nbytes:
-                return buffer
+        with contextlib.suppress(IndexError):  # there are no more; several threads may be taking them
+            while len(buffer := self._spare.pop()) < nbytes:
+                pass
+            return buffer
         with torch.inference_mode(False):
             return torch.empty(nbytes + nbytes // 8, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 

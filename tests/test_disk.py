@@ -70,9 +70,8 @@ def spill(folder) -> Path | None:
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("resident", [0, 8])
-@pytest.mark.parametrize("ring", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3n_text", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize(("ring", "resident"), [(1, 8), (3, 0)])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3n_text", "qwen3_next", "deepseek_v3"])
 def test_any_model_any_number_of_buffers(name, ring, resident, tmp_path):
     model, ids = ours(name), text(2, 40)
     tier = DiskTier(resident, tmp_path, ring=ring, chunk_bytes=600)
@@ -82,19 +81,29 @@ def test_any_model_any_number_of_buffers(name, ring, resident, tmp_path):
     cache.check_integrity()
 
 
+def written(config, tier) -> KVCache:
+    """A cache of int4 blocks whose keys and values are the same whatever the tier."""
+    generator = torch.Generator().manual_seed(0)
+    cache = QuantizedCache(config, bits=4, block_size=8, residual=8, tier=tier)
+    for n in (40, 9, 1, 1, 70, 1):
+        for layer in range(3):
+            cache.update(*torch.randn((2, 3, 2, n, 8), generator=generator), layer)
+    return cache
+
+
 @pytest.mark.parametrize("host_bytes", [0, 5 * 3 * PAGE, None])
 @pytest.mark.parametrize("direct", [None, False], ids=["in-place", "copied"])
 def test_bits_are_those_of_the_host_tier(model, tmp_path, host_bytes, direct):
-    ids, passes = text(3, 60), [20, 9, 1, 1] + [1] * 29
     results = []
     for tier in (HostTier(8), DiskTier(8, tmp_path, host_bytes=host_bytes, chunk_bytes=3000, direct=direct)):
-        cache = QuantizedCache(model.config, bits=4, block_size=8, residual=8, tier=tier)
-        logits = forced(model, cache, ids, passes)
-        table, store = cache.storage.groups[0].table, cache.storage.groups[0].store
-        cold = [store.cold.layer(layer).raw(table.ids[r, : table.n_cold[r]]) for layer in range(3) for r in range(3)]
-        results.append((torch.cat(cold), logits, cache.memory().by_tier))
-    (bytes_, logits, held), (others, close, also_held) = results
-    assert torch.equal(bytes_, others)
+        cache = written(model.config, tier)
+        table, store, held = cache.storage.groups[0].table, cache.storage.groups[0].store, cache.memory().by_tier
+        ids = np.concatenate([table.ids[r, : table.n_cold[r]] for r in range(3)])
+        fields = [store.cold.layer(layer).gather(ids) for layer in range(3)]
+        results.append((fields, held, forced(model, cache, text(3, 9), [1, 8])))
+    (fields, held, logits), (others, also_held, close) = results
+    for layer, other in zip(fields, others, strict=True):
+        assert all(torch.equal(layer[name], other[name]) for name in layer)
     assert error(close, logits) < 1e-5  # parts are added up in another order
     assert sum(held.values()) == sum(also_held.values()) and (also_held["disk"] > 0) == (host_bytes is not None)
     assert also_held["host"] <= (held["host"] if host_bytes is None else host_bytes)
@@ -181,7 +190,7 @@ def test_host_memory_first_then_disk_then_an_error(model, tmp_path):
 def test_limits_count_for_all_groups_of_layers(tmp_path):
     model = ours("gemma2")
     tier = DiskTier(4, tmp_path, disk_bytes=40000)
-    cache = KVCache(model.config, block_size=4, tier=tier, layers={2: {"codec": "int8"}})
+    cache = KVCache(model.config, block_size=8, tier=tier, layers={2: {"codec": "int8"}}, residual=4)
     with pytest.raises(CapacityError, match="disk_bytes=40000"):
         for _ in range(400):
             forced(model, cache, text(1, 1))
@@ -216,14 +225,15 @@ def test_what_cannot_be_is_refused_at_construction(model, options, says):
 
 def test_the_file_shrinks_is_used_again_and_goes(model, tmp_path):
     cache = spilled(model, tmp_path, columns=20)
-    small = spill(tmp_path).stat().st_size
+    file = cache.pool.cold[cache.storage.groups[0].tier.place].file
+    small = file.nbytes
+    assert small - 4096 < spill(tmp_path).stat().st_size <= small
     for n in range(10):
         forced(model, cache, text(1, 40, seed=n))
-    file = cache.pool.cold[cache.storage.groups[0].tier.place].file
     large = file.nbytes
-    assert large >= cache.memory().by_tier["disk"] > 10 * small / 4
-    cache.crop(20)  # to less than half: slabs are given back
-    assert spill(tmp_path).stat().st_size == file.nbytes <= small
+    assert large >= cache.memory().by_tier["disk"] > 10 * small
+    cache.crop(16)  # to less than half: slabs are given back
+    assert spill(tmp_path).stat().st_size == file.nbytes == small
     for n in range(10):
         forced(model, cache, text(1, 40, seed=n))
     assert file.nbytes <= large
@@ -252,28 +262,26 @@ def test_extents_are_taken_from_gaps_and_joined(tmp_path):
     assert file.nbytes == 0
 
 
-def _spill_until_killed(folder, started):
-    model = ours()
-    started.set()
+def _spill_until_killed(config, folder):
     while True:
-        cache = spilled(model, folder)
-        for n in range(5):
-            forced(model, cache, text(1, 3, seed=n))
+        cache = KVCache(config, block_size=4, tier=DiskTier(4, folder))
+        for n in (40, 1, 8, 3):
+            for layer in range(3):
+                cache.update(*(torch.zeros(1, 2, n, 8) for _ in "kv"), layer)
 
 
 def test_processes_killed_at_random_points_leave_nothing_that_stays(model, tmp_path):
     """Fifty times; the file of a living process in the same folder is left alone, and stays readable."""
     cache, twin = spilled(model, tmp_path), KVCache(model.config, block_size=4)
     forced(model, twin, text(1, 40))
-    context, delays, left = multiprocessing.get_context("fork"), random.Random(0), 0
+    delays, left = random.Random(0), 0
     for n in range(50):
-        started = context.Event()
-        process = context.Process(target=_spill_until_killed, args=(tmp_path, started), daemon=True)
-        process.start()
-        assert started.wait(60)
-        time.sleep(delays.random() * 0.03)
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
+        process = os.fork()
+        if not process:
+            _spill_until_killed(model.config, tmp_path)
+        time.sleep(delays.random() * 0.05)
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
         left += len(list(tmp_path.iterdir())) - 1
         DiskTier(4, tmp_path)  # the next start
         assert len(list(tmp_path.iterdir())) == 1
@@ -337,62 +345,69 @@ def faulty(name: str, kind: str, first: int, times: int):
         setattr(os, name, real)
 
 
-PASSES = [1, 9]  # a decode step, and a pass that reads its new part from the input
+PASSES = [1, 9]  # a decode step that moves a block, and a pass that moves blocks of both kinds
+HELD = ("tokens", "columns", "blocks_open", "blocks_cold")
+
+
+def held(cache) -> dict:
+    cache.check_integrity()
+    return {name: cache.stats()[name] for name in HELD}
+
+
+@pytest.fixture
+def case(model, tmp_path):
+    """A cache on disk, and for a pass of any length its tokens and the logits of a cache that never moved anything."""
+    plain = KVCache(model.config, block_size=4)
+    forced(model, plain, text(1, 43))
+
+    def answers(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = text(1, length, seed=3)
+        return ids, forced(model, plain.fork(), ids)
+
+    return spilled(model, tmp_path, columns=43), answers
 
 
 @pytest.mark.parametrize("length", PASSES)
 @pytest.mark.parametrize("kind", ["error", "short", "flipped", "slow"])
-def test_a_read_that_fails_once_is_repeated_and_twice_is_an_error(model, tmp_path, monkeypatch, kind, length):
+def test_a_read_that_fails_once_is_repeated_and_twice_is_an_error(model, case, monkeypatch, kind, length):
     monkeypatch.setattr(cpu, "load", lambda: None)
-    ids, twin = text(1, length, seed=3), KVCache(model.config, block_size=4)
-    forced(model, twin, text(1, 40))
-    wanted = forced(model, twin, ids)
+    cache, (ids, wanted) = case[0], case[1](length)
     with faulty("preadv", kind, 0, 0) as calls:
-        forced(model, spilled(model, tmp_path), ids)
-    assert len(calls) == 3 * 5  # nine blocks and what the pass makes cold, two at a time, in three layers
-    for first in range(0, len(calls), 2):
-        cache = spilled(model, tmp_path)
-        before = cache.stats()
+        forced(model, cache.fork(), ids)
+    assert len(calls) >= 3 * 5  # ten blocks and more, two at a time, in three layers
+    before = held(cache)
+    for first in range(0, len(calls), 5):
         with faulty("preadv", kind, first, 1):
             assert error(forced(model, cache.fork(), ids), wanted) < 1e-4
-        with faulty("preadv", kind, first, 2):
+        with faulty("preadv", kind, first, 2), contextlib.ExitStack() as stack:
             if kind == "slow":
                 assert error(forced(model, cache.fork(), ids), wanted) < 1e-4
             else:
-                with pytest.raises(
-                    TierError, match=r"layer \d, block \d of row 0: .*spill.*twice.*as before this pass"
-                ):
-                    forced(model, cache, ids)
-        held = ("tokens", "columns", "blocks_open", "blocks_cold")
-        assert {k: cache.stats()[k] for k in held} == {k: before[k] for k in held}
-        cache.check_integrity()
-        assert error(forced(model, cache, ids), wanted) < 1e-4  # the same pass again
+                says = r"layer \d, block \d+ of row 0: .*spill.*twice.*as before this pass"
+                stack.enter_context(pytest.raises(TierError, match=says))
+                forced(model, cache, ids)
+        assert held(cache) == before
+    assert error(forced(model, cache, ids), wanted) < 1e-4  # the same pass again
 
 
 @pytest.mark.parametrize("length", PASSES)
 @pytest.mark.parametrize("kind", ["error", "full", "short"])
-def test_a_write_that_fails_undoes_the_pass(model, tmp_path, kind, length):
-    """The last blocks of both kinds: those that were on the device, and those that go to disk straight from the input."""
-    ids, twin = text(1, length, seed=3), KVCache(model.config, block_size=4)
-    forced(model, twin, text(1, 40))
-    wanted = forced(model, twin, ids)
-    cache = spilled(model, tmp_path)
+def test_a_write_that_fails_undoes_the_pass(model, case, kind, length):
+    """Of blocks that were on the device, and of those that go to disk straight from the input."""
+    cache, (ids, wanted) = case[0], case[1](length)
     with faulty("pwrite", kind, 0, 0) as calls:
         forced(model, cache.fork(), ids)
-    assert len(calls) >= 3
+    assert len(calls) >= 3 and len(calls) % 3 == 0
+    before = held(cache)
     for first in range(len(calls)):
-        before = cache.stats()
-        with faulty("pwrite", kind, first, 1):
+        with faulty("pwrite", kind, first, 1), contextlib.ExitStack() as stack:
             if kind == "short":
                 assert error(forced(model, cache.fork(), ids), wanted) < 1e-4
             else:
-                with pytest.raises(
-                    TierError, match=f"layer {first * 3 // len(calls)}.*could not be written.*as before"
-                ):
-                    forced(model, cache, ids)
-        held = ("tokens", "columns", "blocks_open", "blocks_cold")
-        assert {k: cache.stats()[k] for k in held} == {k: before[k] for k in held}
-        cache.check_integrity()
+                says = f"layer {first * 3 // len(calls)}, block.*could not be written.*as before this pass"
+                stack.enter_context(pytest.raises(TierError, match=says))
+                forced(model, cache, ids)
+        assert held(cache) == before
     assert error(forced(model, cache, ids), wanted) < 1e-4
 
 
@@ -494,16 +509,17 @@ RESIDENT, STEP = 1024, 128
 config = LlamaConfig(vocab_size=64, hidden_size=256, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
                      num_key_value_heads=4, head_dim=64, max_position_embeddings=1 << 14)
 model = hf_kvcache.enable(LlamaForCausalLM(config).eval())
-ids = torch.randint(64, (1, 8 * RESIDENT))
+ids = torch.randint(64, (1, STEP))
 rss = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096
 
 @torch.inference_mode()
 def grow(cache, tokens):
-    for start in range(0, tokens, STEP):
-        model(ids[:, start : start + STEP], **hf_kvcache.cache_kwarg(cache), logits_to_keep=1)
+    for start in range(0, tokens - 2 * STEP, STEP):
+        for layer in range(4):
+            cache.update(*torch.randn(2, 1, 4, STEP, 64), layer)
         yield rss()
-    for _ in range(20):
-        model(ids[:, :1], **hf_kvcache.cache_kwarg(cache))
+    for length in 2 * [STEP] + 20 * [1]:
+        model(ids[:, :length], **hf_kvcache.cache_kwarg(cache), logits_to_keep=1)
         yield rss()
 
 def make(resident):
@@ -515,7 +531,7 @@ del warm
 before, cache = rss(), make(RESIDENT)
 most = max(grow(cache, 8 * RESIDENT)) - before
 token = 2 * 4 * 64 * 4
-assert cache.memory().by_tier["disk"] == 7 * RESIDENT * token * 4
+assert cache.memory().by_tier["disk"] >= 7 * RESIDENT * token * 4
 print(most, int(1.2 * RESIDENT * token * 4 + 7 * RESIDENT * token))
 """
 
