@@ -58,7 +58,7 @@ def test_the_recipe_compares_caches_and_ends_with_json(tmp_path):
 
 @pytest.mark.demo
 @pytest.mark.slow
-def test_the_recipes_of_reuse_show_what_it_saves(monkeypatch, capsys):
+def test_the_recipes_show_what_reuse_and_offload_save(monkeypatch, capsys):
     monkeypatch.setattr(models, "load", functools.cache(models.load))
 
     def run(recipe: str, *options: int | str) -> dict:
@@ -75,6 +75,10 @@ def test_the_recipes_of_reuse_show_what_it_saves(monkeypatch, capsys):
     assert shared["same_tokens"] and shared["pinned_tokens"] == 96 and shared["blocks_shared"] == 6
     assert shared["bytes"] * 2 < shared["bytes_apart"] and shared["bytes_over_needed"] < 1.4
     assert shared["hit_rate"] >= 3 * 96 / (4 * 112)
+
+    offload = run("offload.py", "--tokens", 1024, "--resident", 128)
+    assert all(offload[codec]["read"] == offload[codec]["on_disk"] > 0 for codec in ("native", "int4"))
+    assert offload["int4"]["read"] * 7 < offload["native"]["read"] and offload["native"]["share"] > 0
 
     tree = run("tree_search.py", "--prompt-tokens", 48, "--depth", 2, "--samples", 2, "--new-tokens", 4)
     assert (

@@ -78,7 +78,7 @@ class DiskTier(Tier):
         if key <= self._newest:
             return  # layers that share keys and values come back to earlier ones: what followed those was read then
         self._newest = key
-        for chunk in self._chunks(view, pages.layout.nbytes):
+        for chunk in self._chunks(view, pages):
             if np.isin(chunk.ids, fresh).any():
                 break
             self._waiting.append((key, pages, chunk))
@@ -88,7 +88,7 @@ class DiskTier(Tier):
         self, key: tuple[int, int], pages: Pages, view: View, device: torch.device
     ) -> Iterator[tuple[Pages, View]]:
         self._newest = max(self._newest, key)
-        chunks = self._chunks(view, pages.layout.nbytes)
+        chunks = self._chunks(view, pages)
         ahead = [(read.key, read.chunk) for read in self._started] + [(k, chunk) for k, _, chunk in self._waiting]
         if self._in_use is not None or ahead != [(key, chunk) for chunk in chunks[: len(ahead)]]:
             self._forget()
@@ -110,25 +110,26 @@ class DiskTier(Tier):
             self._in_use = None
             self._give_back(read)
 
-    def _chunks(self, view: View, nbytes: int) -> list[_Chunk]:
+    def _chunks(self, view: View, pages: Pages) -> list[_Chunk]:
         """What is read at a time: the same entries of all rows, so that a page that rows share is read once. As many as the
         ring has buffers, so that reading overlaps with attending and the ring holds no more than a layer; more of `chunk_bytes`
-        where they would be larger."""
+        where they would be larger. The layers of a pass share them."""
+        nbytes = pages.layout.nbytes
         if self._plan is None or self._plan[0] is not view or self._plan[1] != nbytes:
             entries, of_all_rows = int(view.entry_end.max()), nbytes * len(view.ids)
             step = max(1, min(max(-(-entries // self.ring), SMALL // of_all_rows), self.chunk_bytes // of_all_rows))
-            self._plan = view, nbytes, [_chunk(view, i, i + step) for i in range(0, entries, step)]
+            self._plan = view, nbytes, [_chunk(view, pages, i, i + step) for i in range(0, entries, step)]
         return self._plan[2]
 
     def _start(self) -> None:
         """Begin to read what waits, as far as there are buffers. What is in memory already needs none."""
         while self._waiting and self._lent < self.ring:
             key, pages, chunk = self._waiting.popleft()
-            read = _Read(key, pages, chunk, np.nonzero(pages.in_file(chunk.ids))[0])
-            if len(read.filed):
+            read = _Read(key, pages, chunk)
+            if len(chunk.filed):
                 read.begin()
                 self._lent += 1
-                self.bytes_read += len(read.filed) * pages.layout.nbytes
+                self.bytes_read += len(chunk.filed) * pages.layout.nbytes
             self._started.append(read)
 
     def _give_back(self, read: _Read) -> None:
@@ -171,60 +172,71 @@ class DiskTier(Tier):
 
 @dataclass(eq=False)
 class _Chunk:
-    """A part of a view: its ids are places in `ids`, the pages that it names."""
+    """A part of a view.
+
+    Attributes:
+        ids: the pages that the part names; the ids of its view are places in here.
+        filed: places of those that are in a file, in the order in which they are read.
+        slabs: number of each slab that they are in, their places among them, and their rows.
+    """
 
     view: View
     ids: np.ndarray
+    filed: np.ndarray
+    slabs: list[tuple[int, np.ndarray, np.ndarray]]
 
 
-def _chunk(view: View, start: int, stop: int) -> _Chunk:
+def _chunk(view: View, pages: Pages, start: int, stop: int) -> _Chunk:
     """Entries `[start, stop)` of every row."""
     begin, end = (np.minimum(view.entry_end, bound).astype(np.int32) for bound in (start, stop))
     ids = np.unique(np.concatenate([row[a:b] for row, a, b in zip(view.ids, begin, end, strict=True)]))
     table = view.ids.copy()
     for row, a, b in zip(table, begin, end, strict=True):
         row[a:b] = np.searchsorted(ids, row[a:b])
-    return _Chunk(replace(view, ids=table, entry_begin=begin, n_sealed=end, entry_end=end), ids)
+    filed = np.nonzero(pages.in_file(ids))[0]
+    numbers, rows = pages.slab[ids[filed]], pages.row[ids[filed]]
+    places = {int(number): np.nonzero(numbers == number)[0] for number in np.unique(numbers)}
+    slabs = [(number, place, rows[place]) for number, place in places.items()]
+    return _Chunk(replace(view, ids=table, entry_begin=begin, n_sealed=end, entry_end=end), ids, filed, slabs)
 
 
 @dataclass(eq=False)
 class _Read:
-    """A chunk on its way: `filed` are the places in its `ids` of the pages that come from a file, into the rows of a buffer."""
+    """A chunk of a layer's pages on its way: what comes from a file is read into the rows of a buffer."""
 
     key: tuple[int, int]
     source: Pages
     chunk: _Chunk
-    filed: np.ndarray
     file: SpillFile | None = None
     buffer: torch.Tensor | None = None
     future: Future | None = None
 
     def begin(self) -> None:
         """Have the thread read."""
-        ids, slabs = self.chunk.ids[self.filed], self.source.slabs
-        numbers = self.source.slab[ids]
+        ids, slabs = self.chunk.ids[self.chunk.filed], self.source.slabs
         sums = np.empty(len(ids), np.uint64)
-        for number in np.unique(numbers):
-            sums[numbers == number] = slabs[number].sums[self.source.row[ids[numbers == number]]]
-        self.file = slabs[numbers[0]].file
+        for number, places, rows in self.chunk.slabs:
+            sums[places] = slabs[number].sums[rows]
+        self.file = slabs[number].file
         self.buffer = self.file.lend(len(ids) * self.source.layout.nbytes)
         self.future = self.file.submit(self.source.addresses[ids], sums, self._rows())
 
     def _rows(self) -> torch.Tensor:
         nbytes = self.source.layout.nbytes
-        return self.buffer[: len(self.filed) * nbytes].view(-1, nbytes)
+        return self.buffer[: len(self.chunk.filed) * nbytes].view(-1, nbytes)
 
     def pages(self) -> Pages:
         """All of the chunk's pages in memory, once they are there, numbered as the view does."""
-        pages, ids = self.source, self.chunk.ids
-        taken = replace(pages, slab=pages.slab[ids], row=pages.row[ids], addresses=pages.addresses[ids])
-        if self.future is not None:
-            self.future.result()
-            read = pages.over(self._rows())
-            taken.slabs, taken.slab[self.filed] = [*read.slabs, *pages.slabs], -1
-            taken.slab += 1
-            taken.row[self.filed], taken.addresses[self.filed] = read.row, read.addresses
-        return taken
+        pages, ids, filed = self.source, self.chunk.ids, self.chunk.filed
+        if self.future is None:
+            return replace(pages, slab=pages.slab[ids], row=pages.row[ids], addresses=pages.addresses[ids])
+        self.future.result()
+        read = pages.over(self._rows())
+        if len(filed) == len(ids):
+            return read
+        slab, row, addresses = pages.slab[ids] + 1, pages.row[ids], pages.addresses[ids]
+        slab[filed], row[filed], addresses[filed] = 0, read.row, read.addresses
+        return replace(pages, slabs=[*read.slabs, *pages.slabs], slab=slab, row=row, addresses=addresses)
 
 
 def _check_folder(folder: Path, disk_bytes: int | None) -> None:
