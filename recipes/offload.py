@@ -8,7 +8,6 @@ python recipes/offload.py [--model PATH_OR_ID] [--tokens 32768] [--resident 1024
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
 import sys
@@ -24,16 +23,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from eval import models
 from hf_kvcache import OffloadedCache, PagedCache, cache_kwarg
 
-STEPS = 7
 
-
-def step_seconds(model, cache) -> float:
-    """Median of `STEPS` forward passes of one token."""
-    times = [time.perf_counter()]
-    for _ in range(STEPS):
+def step(model, cache, times: int = 7) -> tuple[float, float]:
+    """Median seconds of a forward pass of one token, and the bytes that each brought back."""
+    seconds, before = [], cache.stats()["bytes_read"]
+    for _ in range(times):
+        start = time.perf_counter()
         model(torch.tensor([[1]]), **cache_kwarg(cache))
-        times.append(time.perf_counter())
-    return statistics.median(b - a for a, b in itertools.pairwise(times))
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds), (cache.stats()["bytes_read"] - before) / times
 
 
 def sequential_bandwidth(path: Path) -> float:
@@ -55,13 +53,12 @@ def measure(model, args, folder: str, **choices) -> dict:
     for _ in track(range(args.tokens // chunk), f"writing {args.tokens} tokens {choices}"):
         for layer in range(config.num_hidden_layers):
             cache.update(torch.randn(shape), torch.randn(shape), layer)
-    step_seconds(model, cache)  # warm
-    earlier, step = cache.stats()["bytes_read"], step_seconds(model, cache)
-    read, held = (cache.stats()["bytes_read"] - earlier) / STEPS, cache.memory().by_tier
+    step(model, cache)  # warm
+    (seconds, read), held = step(model, cache), cache.memory().by_tier
     rss, budget = process.memory_info().rss - before, 1.2 * held["device"] + read / config.num_hidden_layers
     plain = sequential_bandwidth(next(Path(folder).iterdir()))
-    return {"step": step, "read": read, "on_disk": held["disk"], "rss": rss, "rss_budget": budget, "sequential": plain,
-            "share": read / step / plain}  # fmt: skip
+    return {"step": seconds, "read": read, "on_disk": held["disk"], "rss": rss, "rss_budget": budget, "sequential": plain,
+            "share": read / seconds / plain}  # fmt: skip
 
 
 def main() -> None:
@@ -73,11 +70,10 @@ def main() -> None:
     model, _ = models.load(args.model)
     result = {"model": str(model.name_or_path), "tokens": args.tokens, "file_cache": "warm", "keys_values": "random"}
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        result["step_without_context"] = step_seconds(model, PagedCache(model.config))
+        result["step_without_context"] = step(model, PagedCache(model.config))[0]
         result["native"] = measure(model, args, folder)
         result["int4"] = measure(model, args, folder, codec="int4", residual=64, block_size=64)
-        result["native_over_int4"] = result["native"]["step"] / result["int4"]["step"]
-    print(json.dumps(result))
+    print(json.dumps(result | {"native_over_int4": result["native"]["step"] / result["int4"]["step"]}))
 
 
 if __name__ == "__main__":
