@@ -192,8 +192,8 @@ def test_limits_count_for_all_groups_of_layers(tmp_path):
     tier = DiskTier(4, tmp_path, disk_bytes=40000)
     cache = KVCache(model.config, block_size=8, tier=tier, layers={2: {"codec": "int8"}}, residual=4)
     with pytest.raises(CapacityError, match="disk_bytes=40000"):
-        for _ in range(400):
-            forced(model, cache, text(1, 1))
+        for _ in range(100):
+            forced(model, cache, text(1, 8))
     assert 30000 < cache.memory().by_tier["disk"] <= 40000
     assert sum(slab.nbytes for g in cache.storage.groups for p in g.store.cold.pages for slab in p.slabs) <= 40000
     cache.check_integrity()
