@@ -49,21 +49,32 @@ def temporary(folder: Path, name: str = "") -> tuple[Path, BinaryIO]:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which takes the place of `path` at the end of the block, on disk, in one step. After an error, or where
-    the process dies, `path` is as it was before."""
+def replacing(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
+    """A file to write to, which takes the place of `path` at the end of the block, in one step. After an error, or where the
+    process dies, `path` is as it was before; with `durable` also where the machine does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new, file = temporary(path.parent, path.name)
     try:
         with file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
             os.replace(new, path)
-        _sync_folder(path.parent)
+        if durable:
+            _sync_folder(path.parent)
     except BaseException:
         new.unlink(missing_ok=True)
         raise
+
+
+def claim(path: Path) -> BinaryIO | None:
+    """A file that stands for something only one may use: locked until it is closed, None where somebody else has it."""
+    file = open(path, "a+b")  # noqa: SIM115 - whoever asked for it closes it
+    if _lock(file):
+        return file
+    file.close()
+    return None
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
