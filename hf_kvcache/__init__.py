@@ -27,12 +27,12 @@ from .errors import (
     UnsupportedError,
 )
 from .memory import MemoryReport
-from .metrics import PoolMetrics, ReuseMetrics
+from .metrics import PoolMetrics, ReuseMetrics, TierMetrics
 from .pool import BlockPool
 from .prefix import Media, Priority
 from .retention import Everything, Window
 from .session import Pin, Session
-from .tiers import DeviceTier, HostTier
+from .tiers import DeviceTier, HostTier, Ladder
 
 __version__ = "0.1.0"
 
@@ -50,6 +50,7 @@ __all__ = [
     "IntegrityError",
     "KVCache",
     "KVCacheError",
+    "Ladder",
     "Media",
     "MemoryReport",
     "NativeCodec",
@@ -62,6 +63,7 @@ __all__ = [
     "ReuseMetrics",
     "Session",
     "SlidingWindowCache",
+    "TierMetrics",
     "UnsupportedError",
     "Window",
     "cache_kwarg",

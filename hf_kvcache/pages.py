@@ -7,6 +7,8 @@ block tables (`blocks.py`), which take pages from a store and give them back. Ho
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import itertools
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -46,6 +48,7 @@ class PageStore:
         self.slab_sizes: list[int] = []  # 0 where the slab was given back
         self.pages: list[Pages | None] = [None] * layers
         self._devices: list[torch.device | None] = [None] * layers
+        self._signature: str | None = None
 
     @property
     def used(self) -> int:
@@ -67,6 +70,7 @@ class PageStore:
             addresses = np.zeros(len(self.refs), np.int64)
             self.pages[layer] = Pages(self.codec, geometry, layout, order, [], self.slab_of, self.row_of, addresses)
             self._devices[layer] = torch.device("cpu") if self.host else device
+            self._signature = None
 
     def holds(self, layer: int, geometry: Geometry, device: torch.device) -> bool:
         """Whether `layer` is bound to just this."""
@@ -153,6 +157,35 @@ class PageStore:
                         pages.slabs[number] = pages.slabs[number][:0].clone()
                         pages.addresses[ids] = 0
 
+    @property
+    def signature(self) -> str | None:
+        """Names what the bytes of a page mean in all layers: only pages of stores with one signature can take each other's
+        place. None until every layer is bound."""
+        if self._signature is None and None not in self.pages:
+            said = [(sys.byteorder, self.codec.name, p.order, p.geometry, p.layout) for p in self.pages]
+            self._signature = hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+        return self._signature
+
+    def raw(self, ids: np.ndarray) -> torch.Tensor:
+        """A copy of the bytes of pages `ids`, each with all of its layers one after the other: uint8 `[len(ids), page_bytes]` in
+        host memory. One transfer for all layers of a device."""
+        parts = []
+        for _, layers in itertools.groupby(range(len(self.pages)), key=self.device):
+            part = torch.cat([self.layer(layer).raw(ids) for layer in layers], dim=1)
+            parts.append(part if part.device.type == "cpu" else empty_host(part.shape).copy_(part))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def put_raw(self, ids: np.ndarray, pages: torch.Tensor) -> None:
+        """Store bytes (as of `raw`) into pages `ids`. One transfer for all layers of a device, then one copy for each layer."""
+        start = 0
+        for device, layers in itertools.groupby(range(len(self.pages)), key=self.device):
+            layers = [self.layer(layer) for layer in layers]
+            sizes = [layer.layout.nbytes for layer in layers]
+            part = pages[:, start : start + sum(sizes)].to(device)
+            for layer, bytes_ in zip(layers, part.split(sizes, dim=1), strict=True):
+                layer.put_raw(ids, bytes_)
+            start += sum(sizes)
+
     def nbytes(self) -> int:
         """Bytes of the storages that are allocated, counted from the storages themselves."""
         slabs = [slab for pages in self.pages if pages is not None for slab in pages.slabs]
@@ -181,7 +214,8 @@ class PageStore:
         for pages in filter(None, self.pages):
             for number, slab in enumerate(pages.slabs):
                 rows = self.row_of[ids[self.slab_of[ids] == number]]
-                slab[torch.from_numpy(rows.astype(np.int64)).to(slab.device)] = 0xFF
+                if len(rows):  # what was given back may be an inference tensor
+                    slab[torch.from_numpy(rows.astype(np.int64)).to(slab.device)] = 0xFF
 
     def check_integrity(self, expected: np.ndarray) -> None:
         """Raise `IntegrityError` unless the counts equal `expected` and every id is used, free or retired, once."""
@@ -194,6 +228,11 @@ class PageStore:
         idle = np.sort(np.array(self.free + self.retired, dtype=np.int64))
         if not np.array_equal(idle, np.nonzero(self.refs == 0)[0]):
             raise IntegrityError(f"free list of {self.codec} and reference counts disagree.")
+
+
+def empty_host(shape: tuple[int, ...] | int) -> torch.Tensor:
+    """Bytes in host memory, pinned where there is a device to send them to."""
+    return torch.empty(shape, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
 
 HUGE_PAGE, MADV_HUGEPAGE = 1 << 21, 14  # Linux

@@ -6,11 +6,12 @@ stays findable, and makes room when a limit would be passed.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +23,8 @@ from .errors import CacheInputError, CacheStateError, CapacityError, Configurati
 from .identity import Identity
 from .metrics import PoolMetrics, ReuseCounter
 from .pages import GroupStore, PageStore
-from .prefix import Node, PrefixIndex, Root
+from .prefix import Below, Match, Node, PrefixIndex, Root, Slot
+from .tiers.ladder import Ladder
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class BlockPool:
             pass of `model` needs beside it (`capacity.py`), as `capacity_bytes`.
         model: the model of `memory_fraction`.
         block_size: positions per block of the caches that do not say otherwise.
+        ladder: slower tiers that take over what is given up for lack of room, and from where it comes back.
         poison: fill fresh and freed pages with NaN, so that reading a slot that holds no token shows. For tests.
         clock: seconds, for priorities and metrics. For tests.
 
@@ -109,6 +112,7 @@ class BlockPool:
         memory_fraction: float | None = None,
         model: torch.nn.Module | None = None,
         block_size: int = 16,
+        ladder: Ladder | None = None,
         poison: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -122,7 +126,7 @@ class BlockPool:
         for name, value in (("capacity_tokens", capacity_tokens), ("capacity_bytes", capacity_bytes)):
             if value is not None and value <= 0:
                 raise ConfigurationError(f"{name}={value} leaves no room for a single token; give a positive number.")
-        self.config, self.block_size, self.poison = config, block_size, poison
+        self.config, self.block_size, self.ladder, self.poison = config, block_size, ladder, poison
         self.capacity_tokens, self.capacity_bytes = capacity_tokens, capacity_bytes
         self.groups: dict[tuple, GroupStore] = {}
         self.tables = weakref.WeakSet()  # the `BlockTable`s that take pages from here
@@ -165,10 +169,9 @@ class BlockPool:
                 self.failures += 1
                 raise error
             for group, demand in demands:
-                while self._tokens_short(group, demand) > 0:
-                    self._evict([group.sealed], "capacity")
-            while self._bytes_short(demands) > 0:
-                self._evict([group.sealed for group in self.groups.values()], "capacity")
+                self._evict([group.sealed], self._tokens_short(group, demand), lambda store: 1)
+            stores = [group.sealed for group in self.groups.values()]
+            self._evict(stores, self._bytes_short(demands), lambda store: store.page_bytes)
             return [
                 (group.open.take(d.open), group.sealed.take(d.sealed), group.cold.take(d.cold) if d.cold else [])
                 for group, d in demands
@@ -235,15 +238,24 @@ class BlockPool:
             )
         return None
 
-    def _evict(self, stores: list[PageStore], reason: str) -> None:
-        gone = self.prefixes.evict(stores, reason)
-        if not gone:
-            raise IntegrityError(f"nothing is left to evict in {stores}, though room was counted there.")
+    def _evict(self, stores: list[PageStore], short: int, size: Callable[[PageStore], int]) -> None:
+        """Give up pages at rest until `short` more are free in `stores`, where a page counts `size`; all at once, so that what
+        goes down the ladder goes together."""
+        gone: list[Slot] = []
+        while short > 0:
+            slots = self.prefixes.evict(stores, "capacity")
+            if not slots:
+                raise IntegrityError(f"nothing is left to evict in {stores}, though room was counted there.")
+            freed = [slot.group.store for slot in slots if slot.group.store.refs[slot.page] == 1]
+            short -= sum(size(store) for store in freed if store in stores)
+            gone += slots
+        if gone and self.ladder is not None:
+            self.ladder.store(gone, self.prefixes.level)
         self._unname(gone)
 
-    def _unname(self, gone: list[tuple[PageStore, int]]) -> None:
-        for store, page in gone:
-            store.unname(page)
+    def _unname(self, gone: list[Slot]) -> None:
+        for slot in gone:
+            slot.group.store.unname(slot.page)
 
     def trim(self) -> None:
         """Give back the memory of slabs that nothing uses."""
@@ -297,8 +309,71 @@ class BlockPool:
             store.name(page)
         return node
 
+    def below(self, root: Root) -> Below:
+        """What the ladder has of a namespace."""
+        signatures = [group.store.signature for group in root.groups]
+        return lambda key, place: self.ladder.lookup(key, place, signatures[place])
+
+    @contextlib.contextmanager
+    def recalled(self, root: Root, needs: Sequence[tuple[Match, int]]) -> Iterator[None]:
+        """For the time of the block, the index has what `needs` (matches, and how many tokens of each) are made of, and keeps it:
+        what is on the ladder comes back, as far as it can be read, if there is room for all of it."""
+        held: list[tuple[PageStore, np.ndarray]] = []
+        with self.lock:
+            try:
+                missing = self._hold(needs, held)
+                if any(missing):
+                    self._restore(root, needs, missing, held)
+                yield
+            finally:
+                for store, ids in held:
+                    store.release(ids)
+
+    def _hold(self, needs: Sequence[tuple[Match, int]], held: list) -> list[dict[bytes, Node]]:
+        """Refer to the pages that are there; returns, for each group, the blocks whose pages are not, by key."""
+        missing: list[dict[bytes, Node]] = []
+        for place, group in enumerate(needs[0][0].root.groups):
+            nodes = [node for match, length in needs for node in match.needed(place, length)]
+            pages = np.array([node.slots[place].page for node in nodes if node.slots[place] is not None], np.int32)
+            group.store.retain(pages)
+            held.append((group.store, pages))
+            missing.append({node.key: node for node in nodes if node.slots[place] is None})
+        return missing
+
+    def _restore(self, root: Root, needs: Sequence[tuple[Match, int]], missing: list[dict], held: list) -> None:
+        """Take pages for the blocks of `missing`, have the ladder fill them, and enter them into the index."""
+        groups = {group.sealed: group for group in self.groups.values()}
+        demands = [
+            (groups[group.store], Demand(sealed=len(nodes))) for group, nodes in zip(root.groups, missing, strict=True)
+        ]
+        wanted = [(group.store, place, list(missing[place].values())) for place, group in enumerate(root.groups)]
+        with self.ladder.loading(wanted):
+            if not self.fits(demands):
+                return
+            restored: dict[tuple[bytes, int], int] = {}
+            for (store, place, nodes), (_, pages, _) in zip(wanted, self.reserve(demands), strict=True):
+                held.append((store, np.array(pages, np.int32)))
+                good = self.ladder.load(store, place, nodes, held[-1][1])
+                restored |= {(node.key, place): page for node, page, ok in zip(nodes, pages, good, strict=True) if ok}
+        for match, _ in needs:
+            self._enter_restored(root, match, restored)
+
+    def _enter_restored(self, root: Root, match: Match, restored: dict[tuple[bytes, int], int]) -> None:
+        """Publish a chain as far as its last restored page, or to the first block that lacks a group with every position."""
+        places = range(len(root.groups))
+        stop = max(
+            (n for n, node in enumerate(match.nodes, 1) if any((node.key, p) in restored for p in places)), default=0
+        )
+        node = self.prefixes.root(root.key, root.block_size, root.groups)
+        for wanted in match.nodes[:stop]:
+            pages = [restored.pop((wanted.key, place), None) for place in places]
+            lacks = any(page is None and root.groups[place].window is None for place, page in enumerate(pages))
+            if lacks and wanted.key not in node.children:
+                break
+            node = self.publish(root, node, wanted.tokens, wanted.media, pages)
+
     def drop_prefixes(self) -> None:
-        """Forget all prefixes, pinned ones too, and which model computed them.
+        """Forget all prefixes, pinned ones too, and which model computed them; and everything on the ladder.
 
         Raises:
             CacheStateError: while a cache uses a shared block; nothing was dropped.
@@ -311,6 +386,8 @@ class BlockPool:
                     "drop_prefixes()."
                 )
             self._unname(self.prefixes.drop("dropped"))
+            if self.ladder is not None:
+                self.ladder.clear()
             self._model = None
             self.trim()
 
@@ -342,6 +419,7 @@ class BlockPool:
                 allocation_failures=self.failures,
                 block_lifetime=self.prefixes.lifetimes.copy(),
                 reuse_gap=self.prefixes.gaps.copy(),
+                tiers={} if self.ladder is None else self.ladder.metrics(),
             )
 
     def check_integrity(self) -> None:
@@ -366,3 +444,5 @@ class BlockPool:
             for table in tables:
                 table.check_integrity()
             self.prefixes.check_integrity(lambda store, page: store.refs[page] > 1)
+            if self.ladder is not None:
+                self.ladder.check_integrity()

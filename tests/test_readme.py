@@ -23,10 +23,11 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.demo
-def test_the_python_examples_run_one_after_the_other(capsys):
+def test_the_python_examples_run_one_after_the_other(capsys, tmp_path, monkeypatch):
     import fetch_demo_model
 
-    scope = {"path": str(fetch_demo_model.fetch(progress=False))}
+    scope = {"path": str(fetch_demo_model.fetch(progress=False).resolve())}
+    monkeypatch.chdir(tmp_path)  # what they leave behind
     for code in blocks("python"):
         exec(compile(code, "README.md", "exec"), scope)
     assert "QuantizedCache" in capsys.readouterr().out
@@ -103,5 +104,13 @@ def test_every_change_to_the_public_names_is_documented():
     import hf_kvcache
 
     changelog = (ROOT / "CHANGELOG.md").read_text()
-    for name in ("PagedCache", "SlidingWindowCache", "QuantizedCache", "OffloadedCache", "BlockPool", "Session"):
+    for name in (
+        "PagedCache",
+        "SlidingWindowCache",
+        "QuantizedCache",
+        "OffloadedCache",
+        "BlockPool",
+        "Session",
+        "Ladder",
+    ):
         assert name in hf_kvcache.__all__ and name in changelog and name in README

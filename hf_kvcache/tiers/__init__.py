@@ -1,4 +1,5 @@
-"""Where sealed blocks live: one tier per file, the contract in `base.py`."""
+"""Where sealed blocks live. Cold ones of a cache, which attention still reads: one tier per file, the contract in `base.py`.
+Those that a pool gave up: `ladder.py`, in the stores of `blobs.py`."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from ..choices import choose
 from .base import Tier
 from .device import DeviceTier
 from .host import HostTier
+from .ladder import Ladder
 
 TIERS = {"device": DeviceTier, "host": HostTier}
 
@@ -19,4 +21,4 @@ def tier_for(choice: Tier | str | None) -> Tier:
     return choose("tier", Tier, TIERS, "device" if choice is None else choice, "a HostTier(...)")
 
 
-__all__ = ["TIERS", "DeviceTier", "HostTier", "Tier", "tier_for"]
+__all__ = ["TIERS", "DeviceTier", "HostTier", "Ladder", "Tier", "tier_for"]
