@@ -24,6 +24,7 @@ from .errors import (
     ConfigurationError,
     IntegrityError,
     KVCacheError,
+    SavedStateError,
     UnsupportedError,
 )
 from .memory import MemoryReport
@@ -60,6 +61,7 @@ __all__ = [
     "Priority",
     "QuantizedCache",
     "ReuseMetrics",
+    "SavedStateError",
     "Session",
     "SlidingWindowCache",
     "UnsupportedError",

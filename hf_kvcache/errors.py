@@ -48,5 +48,10 @@ class UnsupportedError(KVCacheError, NotImplementedError):
     """A model or a call needs something that this cache cannot do; the message names what can."""
 
 
+class SavedStateError(KVCacheError, RuntimeError):
+    """Saved state could not be written or read: no such place, a full disk, another model or format version, a damaged file. What
+    was there before a save still is; what a cache or pool holds is unchanged."""
+
+
 class IntegrityError(KVCacheError, AssertionError):
     """`check_integrity()` found bookkeeping that contradicts itself: always a bug in this package."""

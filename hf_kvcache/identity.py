@@ -52,6 +52,12 @@ class Identity:
             _known[model] = state, cls._computed(model)
         return _known[model][1]
 
+    @property
+    def fingerprint(self) -> str:
+        """Of weights and adapters, the same in every process and on every device."""
+        used = "".join(f"\n{name} {digest.hex()} {merged}" for name, digest, merged in self.adapters)
+        return hashlib.sha256(self.weights + used.encode()).hexdigest()
+
     @classmethod
     def _computed(cls, model: torch.nn.Module) -> Identity:
         adapters, paths = _adapters(model.modules()), dict(model.named_modules()).items()

@@ -87,7 +87,7 @@ class LayerStorage:
                 f"{storage.columns}: an earlier forward pass stopped halfway. Call reset(), or crop() to before it."
             )
         if self.geometry is None:
-            self._bind(k, v)
+            self.bind(Geometry(k.shape[1], k.shape[3], v.shape[3], self.block_size, k.dtype), k.device)
         self._store(step.plan, *((k, v) if step.tokens is None else _compact(k, v, step.tokens)))
         self.columns = storage.columns
         return Fresh(self, step, k, v)
@@ -95,12 +95,10 @@ class LayerStorage:
     def _check(self, k: torch.Tensor, v: torch.Tensor) -> None:
         shape = (k.shape[1], k.shape[3], v.shape[3])
         if self.geometry is None:
-            spec = self.spec
-            expected = (spec.kv_heads, spec.k_dim, spec.v_dim)
-            if spec.kv_heads is not None and shape != expected and not _is_shard(shape, expected):
+            if not self.spec.suits(shape):
                 raise CacheInputError(
                     f"layer {self.layer} was given (kv_heads, k_dim, v_dim) = {shape}, the config that the cache was built "
-                    f"from says {expected}: build the cache from this model's config."
+                    f"from says {self.spec.shape}: build the cache from this model's config."
                 )
             return
         g = self.geometry
@@ -129,17 +127,21 @@ class LayerStorage:
                 if store.is_vacant(self.index) and not store.holds(self.index, geometry, device):
                     store.bind(self.index, geometry, device)
 
-    def _bind(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        geometry = Geometry(k.shape[1], k.shape[3], v.shape[3], self.block_size, k.dtype)
+    def bind(self, geometry: Geometry, device: torch.device) -> None:
+        """Have pages of this shape on `device`.
+
+        Raises:
+            CacheInputError: the pool has others.
+        """
         for store in self.group.store.stores:
-            if not store.holds(self.index, geometry, k.device):
+            if not store.holds(self.index, geometry, device):
                 if not store.is_vacant(self.index):
                     raise CacheInputError(
                         f"the pool holds layer {self.layer} as {store.pages[self.index].geometry}, this cache has {geometry} "
-                        f"on {k.device}: caches that share a pool must serve one model in one dtype in one place."
+                        f"on {device}: caches that share a pool must serve one model in one dtype in one place."
                     )
-                store.bind(self.index, geometry, k.device)
-        self.geometry, self.device = geometry, k.device
+                store.bind(self.index, geometry, device)
+        self.geometry, self.device = geometry, device
 
     def take_over(self, columns: int) -> None:
         """Hold columns that another cache has computed and stored."""
@@ -366,13 +368,6 @@ class LayerStorage:
                 "example with .clone()) before the next pass."
             )
         return fresh.step
-
-
-def _is_shard(shape: tuple[int, int, int], whole: tuple[int, int, int]) -> bool:
-    """Whether this is what one of several tensor-parallel processes holds of a layer: some of its heads."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized() or shape[1:] != whole[1:]:
-        return False
-    return whole[0] % shape[0] == 0 and whole[0] <= shape[0] * torch.distributed.get_world_size()
 
 
 def _compact(k: torch.Tensor, v: torch.Tensor, tokens: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -88,7 +88,6 @@ class Session(KVCache):
         self.media = None if media is None else [medium(item) for item in media]
         self.priorities = [checked(Priority(*item)) for item in priorities]
         self.reuse = ReuseCounter()
-        self._model: weakref.ref | None = None
         self._seen: Identity | None = None  # what it is, where that was just looked at
         self._inputs: bytes | None = b""  # digest of what else the model is given; None: it cannot be told
         self._before_media = False  # whether the model computes the media, and what follows them
@@ -437,6 +436,16 @@ class Session(KVCache):
             tail = tail.parent
         chain.reverse()
         return chain if tokens is None else chain[: tokens // self.block_size]
+
+    # ---- saving -----------------------------------------------------------------------------------------------------
+
+    def _known(self) -> tuple[list[np.ndarray] | None, np.ndarray | None]:
+        """Ids that say all of what is held: a plain cache, as which it is loaded, goes by nothing else."""
+        self.publish()
+        if self._inputs != b"" or self.storage.foreign_mask or self.token_ids is None:
+            return None, None
+        before = min((item.start for item in self._shown_media), default=None)
+        return [row[:before] for row in self.token_ids], self.told
 
     # ---- rows and columns -------------------------------------------------------------------------------------------
 
