@@ -460,7 +460,9 @@ class BlockTable:
             for store, ids in held:
                 store.release(ids)
 
-    def restore(self, ids: Sequence[np.ndarray], counts: Sequence[np.ndarray], numbers: Mapping[str, np.ndarray]) -> None:
+    def restore(
+        self, ids: Sequence[np.ndarray], counts: Sequence[np.ndarray], numbers: Mapping[str, np.ndarray]
+    ) -> None:
         """Become a batch that was saved: for each row the pages of its entries and the positions in each, and the other numbers
         of all rows by name. Takes a reference for every entry."""
         with self.pool.lock:

@@ -403,7 +403,9 @@ class KVCache(Cache):
         """
         self.storage.settle()
         if not self.storage.columns or not self.storage.at_rest():
-            raise CacheStateError("the cache is empty: there is nothing to save. Let the model compute something first.")
+            raise CacheStateError(
+                "the cache is empty: there is nothing to save. Let the model compute something first."
+            )
         model = self._who_computes(model)
         token_ids, told = self._known() if input_ids is None else self._shown_ids(input_ids)
         said = {
@@ -438,12 +440,14 @@ class KVCache(Cache):
         known = (self._model and self._model()) or self.pool.model or enabled(self.config)
         if model is None and known is None:
             raise CacheInputError(
-                "nobody said which model computed this cache, so nobody could check it when it is loaded: cache.save(path, model), "
-                "or hf_kvcache.enable(model) once."
+                "nobody said which model computed this cache, so nobody could check it when it is loaded: use "
+                "cache.save(path, model), or hf_kvcache.enable(model) once."
             )
         model = known if model is None else model
         if specs_from_config(model.config) != self.specs:
-            raise CacheInputError(f"this {type(model).__name__} has other layers than the model that the cache was built for.")
+            raise CacheInputError(
+                f"this {type(model).__name__} has other layers than the model that the cache was built for."
+            )
         if self.pool.identity is not None:
             self.pool.bind(model)
         return model
@@ -458,8 +462,8 @@ class KVCache(Cache):
         ids = input_ids.detach().cpu().numpy()
         if ids.ndim != 2 or len(ids) != batch or ids.shape[1] < columns:
             raise CacheInputError(
-                f"input_ids are {ids.shape}, the cache holds {batch} rows of {columns} columns: give the ids of all of them (what "
-                "generate() returned, prompt and answer)."
+                f"input_ids are {ids.shape}, the cache holds {batch} rows of {columns} columns: give the ids of all of them, "
+                "which is what generate() returned."
             )
         mask = np.ones((batch, columns), bool) if self.storage.valid is None else self.storage.valid
         rows = [row[:columns][keep] for row, keep in zip(ids, mask, strict=True)]
@@ -505,7 +509,9 @@ class KVCache(Cache):
                 said = saved.description
                 kind = PRESETS[said["class"]]
                 if not issubclass(kind, cls):
-                    raise SavedStateError(f"{path_or_url} holds a {kind.__name__}, no {cls.__name__}: KVCache.load takes both.")
+                    raise SavedStateError(
+                        f"{path_or_url} holds a {kind.__name__}, no {cls.__name__}: KVCache.load takes both."
+                    )
                 choices = saving.choices_from(said["choices"]) | ({} if tier is None else {"tier": tier})
                 if pool is not None:
                     saved.verify()  # before anything in it changes

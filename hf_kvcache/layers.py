@@ -133,14 +133,7 @@ class LayerStorage:
         Raises:
             CacheInputError: the pool has others.
         """
-        for store in self.group.store.stores:
-            if not store.holds(self.index, geometry, device):
-                if not store.is_vacant(self.index):
-                    raise CacheInputError(
-                        f"the pool holds layer {self.layer} as {store.pages[self.index].geometry}, this cache has {geometry} "
-                        f"on {device}: caches that share a pool must serve one model in one dtype in one place."
-                    )
-                store.bind(self.index, geometry, device)
+        self.group.store.bind(self.index, self.layer, geometry, device)
         self.geometry, self.device = geometry, device
 
     def take_over(self, columns: int) -> None:

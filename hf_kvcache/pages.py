@@ -16,7 +16,7 @@ import torch
 
 from .codecs import Codec, Geometry
 from .codecs.packing import order_for
-from .errors import IntegrityError
+from .errors import CacheInputError, IntegrityError
 from .kernels.base import Pages
 from .prefix import PrefixIndex
 
@@ -218,6 +218,21 @@ class GroupStore:
     sealed: PageStore
     cold: PageStore | None
     block_size: int
+
+    def bind(self, place: int, layer: int, geometry: Geometry, device: torch.device) -> None:
+        """Have pages of this shape for a layer of the model, the group's number `place`.
+
+        Raises:
+            CacheInputError: there are others.
+        """
+        for store in self.stores:
+            if not store.holds(place, geometry, device):
+                if not store.is_vacant(place):
+                    raise CacheInputError(
+                        f"the pool holds layer {layer} as {store.pages[place].geometry}, this cache has {geometry} on {device}: "
+                        "caches that share a pool must serve one model in one dtype in one place."
+                    )
+                store.bind(place, geometry, device)
 
     @property
     def lossless(self) -> bool:

@@ -6,12 +6,14 @@ stays findable, and makes room when a limit would be passed.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +25,9 @@ from .identity import Identity
 from .metrics import PoolMetrics, ReuseCounter
 from .pages import GroupStore, PageStore
 from .prefix import Node, PrefixIndex, Root
+
+if TYPE_CHECKING:
+    from .saved_prefixes import Restored
 
 
 @dataclass(frozen=True)
@@ -179,6 +184,12 @@ class BlockPool:
         with self.lock:
             return self._refusal(demands) is None
 
+    def has_room(self, demands: Sequence[tuple[GroupStore, Demand]]) -> bool:
+        """Whether `reserve` would succeed without evicting anything."""
+        with self.lock:
+            tokens = max((self._tokens_short(group, demand) for group, demand in demands), default=0)
+            return max(tokens, self._bytes_short(demands)) <= 0
+
     def can_admit(self, lengths: Sequence[int], **choices) -> bool:
         """Whether rows of `lengths` tokens (prompt and answer) have room now, without any reuse, in a session with
         these choices; evicting what is not in use where necessary. Takes and evicts nothing."""
@@ -313,6 +324,38 @@ class BlockPool:
             self._unname(self.prefixes.drop("dropped"))
             self._model = None
             self.trim()
+
+    def save(self, path_or_url: str | os.PathLike) -> None:
+        """Write all that sessions can find here to a file, with its pages, for `load`, in this process or another one. What was
+        at `path_or_url` (a path, or a URL of any file system that fsspec knows) before is replaced in one step. Other threads
+        wait.
+
+        The file has token ids, keys and values in it, so it is as secret as the texts are. Of salts it has digests only.
+
+        Raises:
+            CacheStateError: there is nothing to save.
+            SavedStateError: the file could not be written; what was there before still is.
+        """
+        from . import saved_prefixes, savefile  # which need this module
+
+        with savefile.writing(path_or_url) as file:
+            saved_prefixes.save(file, self)
+
+    def load(self, path_or_url: str | os.PathLike, model: torch.nn.Module) -> Restored:
+        """Have sessions find what `save` has written, beside what they find already, as far as there is room: what would be
+        evicted last comes first, and nothing is evicted for it. (Pins are not in a file; the times of priorities start anew.)
+
+        Returns:
+            how many blocks were `entered`, were `known` before, and were `left_out`.
+
+        Raises:
+            SavedStateError: no such file, or it is damaged, or of another model or format version; nothing has changed.
+            CacheInputError: the pool holds another model's keys and values.
+        """
+        from . import saved_prefixes, savefile
+
+        with savefile.reading(path_or_url) as file:
+            return saved_prefixes.load(savefile.SavedFile(file, path_or_url, saved_prefixes.KIND), self, model)
 
     # ---- looking ----------------------------------------------------------------------------------------------------
 

@@ -244,7 +244,7 @@ class PrefixIndex:
 
     def _child(self, node: Node, tokens: bytes, media: tuple) -> Node | None:
         self.hashed += 1
-        child = node.children.get(_key(node.key, tokens, media))
+        child = node.children.get(block_key(node.key, tokens, media))
         return child if child is not None and child.tokens == tokens and child.media == media else None
 
     def _most_alike(self, root: Root, node: Node, tokens: np.ndarray, media) -> tuple[Node | None, int]:
@@ -271,7 +271,7 @@ class PrefixIndex:
         parent = parent if parent.depth else root
         node, named = self._child(parent, tokens, media), []
         if node is None:
-            key = _key(parent.key, tokens, media)
+            key = block_key(parent.key, tokens, media)
             node = Node(key, parent, tokens, media, parent.depth + 1, [None] * len(root.groups))
             parent.children[key] = node
         for place, (group, page) in enumerate(zip(root.groups, pages, strict=True)):
@@ -476,7 +476,7 @@ class PrefixIndex:
                 raise IntegrityError(f"page {page} of {store} is not where it belongs in the order of giving up.")
         for node in nodes:
             for child in node.children.values():
-                wanted = (_key(node.key, child.tokens, child.media), node, node.depth + 1)
+                wanted = (block_key(node.key, child.tokens, child.media), node, node.depth + 1)
                 incomplete = [
                     s for s, g in zip(child.slots, self._groups(child), strict=True) if not s and not g.window
                 ]
@@ -493,7 +493,7 @@ class PrefixIndex:
         return node.groups
 
 
-def _key(parent: bytes, tokens: bytes, media: tuple) -> bytes:
+def block_key(parent: bytes, tokens: bytes, media: tuple) -> bytes:
     """Of a block: the number of ids is fixed by the namespace, so nothing can be taken for something else."""
     return hashlib.sha256(parent + tokens + (_tagged(media) if media else b"")).digest()
 

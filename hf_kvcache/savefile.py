@@ -80,7 +80,7 @@ def reading(path_or_url: str | os.PathLike) -> Iterator[BinaryIO]:
     if isinstance(fs, LocalFileSystem):
         files.remove_leftovers(Path(path).parent)
         try:
-            file = open(path, "rb", buffering=0)
+            file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed below
         except OSError as error:
             raise _not_read(path_or_url, error) from error
         with file:

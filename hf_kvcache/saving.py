@@ -2,7 +2,7 @@
 
 | tensor | what it holds |
 |---|---|
-| `rows.<group>` | int64 `[5, rows]`: blocks in the slower tier, blocks up to the last sealed one, all blocks, tokens, positions dropped |
+| `rows.<group>` | int64 `[5, rows]`: cold blocks, cold and sealed ones, all blocks, tokens seen, positions dropped |
 | `blocks.<group>` | int32 `[2, blocks]`, row after row: positions in a block, and which of its store's pages it is |
 | `pages.<layer>.<store>` | uint8 `[pages, page bytes]`: sealed, cold and open pages, each once, however many rows share it |
 | `cut.<layer>.<store>`, `slots.<group>.<store>` | the pages in the model's dtype that are not full, without their empty slots |
@@ -27,7 +27,6 @@ from .choices import described
 from .codecs import CODECS, Codec, Geometry, NativeCodec
 from .codecs.packing import ORDERS
 from .errors import ConfigurationError, SavedStateError
-from .identity import Identity
 from .kernels.base import Pages
 from .layers import LayerStorage
 from .pages import GroupStore, PageStore
@@ -42,7 +41,9 @@ from .tiers import TIERS, Tier
 KIND = "cache"
 CODEC_CLASSES = {type(make()).__name__: type(make()) for make in CODECS.values()}
 NUMBERS = ("n_cold", "n_sealed", "n_entries", "length", "gap")
-COMPUTES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+COMPUTES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
 MAX_BLOCK = 1 << 16  # positions: a page is allocated whole for a single one of them, and a file could say any number
 
 
@@ -257,7 +258,9 @@ def _held(group: LayerGroup) -> dict[str, Held]:
     used: dict[PageStore, dict[int, int]] = {store: {} for store in _names(group.store)}
     for r in range(table.rows):
         for store, lo, hi in table.ranges(r):
-            for page, n in zip(table.ids[r, lo:hi].tolist(), np.diff(table.first[r, lo : hi + 1]).tolist(), strict=True):
+            for page, n in zip(
+                table.ids[r, lo:hi].tolist(), np.diff(table.first[r, lo : hi + 1]).tolist(), strict=True
+            ):
                 used[store][page] = max(n, used[store].get(page, 0))
     held = {}
     for store, name in _names(group.store).items():
@@ -310,7 +313,9 @@ def restore(saved: SavedFile, storage: Storage, devices: Sequence[torch.device])
         valid = saved.array("valid", (batch, columns), "U8").astype(bool) if "valid" in saved.table else None
         lengths = np.full(batch, columns) if valid is None else valid.sum(axis=1)
         said = saved.description["groups"]
-        parts = [_Part(saved, *each, storage, lengths) for each in zip(said, storage.groups, range(len(said)), strict=True)]
+        parts = [
+            _Part(saved, *each, storage, lengths) for each in zip(said, storage.groups, range(len(said)), strict=True)
+        ]
         foreign_mask = bool(saved.description["foreign_mask"])
     for part in parts:
         part.bind(devices)
@@ -333,7 +338,9 @@ def restore(saved: SavedFile, storage: Storage, devices: Sequence[torch.device])
 class _Part:
     """What a file holds of one group of layers: its table, checked, and how many pages of which shape."""
 
-    def __init__(self, saved: SavedFile, said: dict, group: LayerGroup, number: int, storage: Storage, lengths: np.ndarray):
+    def __init__(
+        self, saved: SavedFile, said: dict, group: LayerGroup, number: int, storage: Storage, lengths: np.ndarray
+    ):
         self.saved, self.group, self.said = saved, group, said
         by_number = {layer.layer: layer for layer in members(storage, group)}
         self.layers = [by_number[layer] for layer in said["layers"]]
@@ -342,7 +349,9 @@ class _Part:
             pages_from(pages, layer.spec, group.store.block_size)
             for pages, layer in zip(said["pages"], self.layers, strict=True)
         ]
-        require(all(type(n) is int and n >= 0 for n in (said["slack"], said["tokens_sealed"])), "its numbers of positions")
+        require(
+            all(type(n) is int and n >= 0 for n in (said["slack"], said["tokens_sealed"])), "its numbers of positions"
+        )
         self._read_table(number, lengths)
         self._check_pages()
 
@@ -359,7 +368,10 @@ class _Part:
         cold, sealed, n, length, gap = numbers
         order = (cold >= 0) & (cold <= sealed) & (sealed <= n) & (n <= len(counts)) & (length == lengths) & (gap >= 0)
         require(order.all() and n.sum() == len(counts), "the numbers of its rows")
-        require(((counts >= 1) & (counts <= size)).all(), f"blocks of {counts.tolist()} positions, each must hold 1 to {size}")
+        require(
+            ((counts >= 1) & (counts <= size)).all(),
+            f"blocks of {counts.tolist()} positions, each must hold 1 to {size}",
+        )
         ends = np.cumsum(n)[:-1]
         self.counts, self.numbered = np.split(counts, ends), np.split(pages, ends)
         opened = "sealed" if self.group.store.lossless else "open"
@@ -377,7 +389,9 @@ class _Part:
         """What `BlockTable.check_integrity` demands, and that no query will look for a position that was dropped."""
         table, counts = self.group.table, self.counts[r]
         require(counts.sum() + gap == length, f"row {r}: {counts.sum()} positions kept, {gap} dropped, of {length}")
-        require((counts[sealed:-1] == table.group.block_size).all(), f"row {r}: an open block before the last is not full")
+        require(
+            (counts[sealed:-1] == table.group.block_size).all(), f"row {r}: an open block before the last is not full"
+        )
         if gap:
             require(table.window is not None, f"row {r}: {gap} positions dropped without a window")
             first = np.concatenate([[0], np.cumsum(counts)])
@@ -392,7 +406,9 @@ class _Part:
         for name, store in self._targets().items():
             whole, cut = self.said["held"].get(name, (0, 0))
             slots = self.slots.get(name, np.zeros(0, np.int32))
-            require(all(type(n) is int and n >= 0 for n in (whole, cut)) and len(slots) == cut, f"{whole} + {cut} pages")
+            require(
+                all(type(n) is int and n >= 0 for n in (whole, cut)) and len(slots) == cut, f"{whole} + {cut} pages"
+            )
             own = numbered[names == name]
             require(whole + cut <= len(own), f"{whole} + {cut} pages of {len(own)} {name} blocks")
             require(np.array_equal(np.unique(own), np.arange(whole + cut)), f"pages of its {name} blocks")
@@ -420,7 +436,9 @@ class _Part:
         if self.group.store.cold is None:
             sealed, cold = sealed[: self.held["sealed"]], sealed[self.held["sealed"] :]
             self.numbers["n_cold"] = np.zeros_like(self.numbers["n_cold"])
-        self.ids = {name: np.array(ids, np.int32) for name, ids in (("open", opened), ("sealed", sealed), ("cold", cold))}
+        self.ids = {
+            name: np.array(ids, np.int32) for name, ids in (("open", opened), ("sealed", sealed), ("cold", cold))
+        }
         rows = []
         for names, numbered in zip(self.names, self.numbered, strict=True):
             rows.append(np.zeros(len(names), np.int32))
