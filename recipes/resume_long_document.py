@@ -1,7 +1,7 @@
 """A long document, read once: its keys and values are saved, and another process goes on from the file. Shows the time to
 the first token of an answer, cold and resumed, and the size of the file.
 
-python recipes/resume_long_document.py [--model PATH_OR_ID] [--context 4096] [--cache paged] [--path PATH_OR_URL]
+python recipes/resume_long_document.py [--model PATH_OR_ID] [--context 4096] [--cache paged]
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ def main() -> None:
     parser.add_argument("--model", help="path or hub id; the demo model if left out")
     parser.add_argument("--context", type=int, default=4096, help="tokens of the document")
     parser.add_argument("--cache", default="paged", help="a name as in compare_caches.py")
-    parser.add_argument("--path", help="where to save; a temporary folder if left out")
     parser.add_argument("--resume", metavar="PATH", help="only resume from this file")
     args = parser.parse_args()
 
@@ -58,14 +57,13 @@ def main() -> None:
     if args.resume:
         return print(json.dumps(resume(model, ids, args.resume)))
     with tempfile.TemporaryDirectory() as folder:
-        path = args.path or str(Path(folder, "document.safetensors"))
+        path = Path(folder, "document.safetensors")  # or a URL, such as s3://bucket/document.safetensors
         cache = cache_factory(args.cache)(model.config)
         cold, out = first_token(model, ids, cache)
         start = time.perf_counter()
-        cache.save(path, model)
-        saving, stored = time.perf_counter() - start, cache.memory().stored
-        size = None if "://" in path else Path(path).stat().st_size
-        command = [sys.executable, __file__, *sys.argv[1:], "--resume", path]
+        cache.save(path)
+        saving, size, stored = time.perf_counter() - start, path.stat().st_size, cache.memory().stored
+        command = [sys.executable, __file__, *sys.argv[1:], "--resume", str(path)]
         resumed = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1])
 
     table = Table("", "seconds", "of cold", title=f"Time to first token, {args.context} tokens, {args.cache}")
@@ -74,7 +72,7 @@ def main() -> None:
     Console().print(table)
     print(json.dumps({"model": str(model.name_or_path), "cache": args.cache, "context": args.context, "cold": cold,
                       "saving": saving, "resumed": resumed, "ratio": resumed["first"]["ttft"] / cold, "file": size,
-                      "stored": stored, "file_over_stored": size and size / stored,
+                      "stored": stored, "file_over_stored": size / stored,
                       "same_token": resumed["token"] == int(out[0, -1])}))  # fmt: skip
 
 

@@ -23,10 +23,11 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.demo
-def test_the_python_examples_run_one_after_the_other(capsys):
+def test_the_python_examples_run_one_after_the_other(capsys, tmp_path, monkeypatch):
     import fetch_demo_model
 
     scope = {"path": str(fetch_demo_model.fetch(progress=False))}
+    monkeypatch.chdir(tmp_path)  # they save files
     for code in blocks("python"):
         exec(compile(code, "README.md", "exec"), scope)
     assert "QuantizedCache" in capsys.readouterr().out
@@ -82,6 +83,16 @@ def test_the_recipes_of_reuse_show_what_it_saves(monkeypatch, capsys):
         and tree["slots"] < tree["tokens"]
         and tree["blocks_shared"] >= 3
     )
+
+
+@pytest.mark.demo
+@pytest.mark.slow
+def test_the_recipe_of_saving_resumes_in_another_process():
+    assert "`python recipes/resume_long_document.py`" in README
+    command = [sys.executable, "recipes/resume_long_document.py", "--context", "512"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["same_token"] and result["file_over_stored"] <= 1.02
 
 
 def test_the_recipes_are_short_and_use_public_names_only():
