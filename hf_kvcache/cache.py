@@ -518,19 +518,18 @@ class KVCache(Cache):
                 cache = kind.__new__(kind)
                 sizes = {name: said[name] for name in ("block_size", "residual")}
                 KVCache.__init__(cache, model.config, pool=pool, **sizes, **choices)
-                cache._take_up(saved)
+                devices = saving.layer_devices(model, len(cache.specs))
+                cache._take_up(saved, devices)
             if pool is not None and pool.identity is not None:
                 pool.bind(model)
-            devices = saving.layer_devices(model, len(cache.specs))
             saving.restore(saved, cache.storage, devices)
-            with saved.understanding():
-                for index, state in said["states"].items():
-                    _restore_state(cache.layers[int(index)], state, saved, f"state.{int(index)}", devices[int(index)])
         cache._model = weakref.ref(model)
         return cache
 
-    def _take_up(self, saved: SavedFile) -> None:
-        """The tokens that a file says are held."""
+    def _take_up(self, saved: SavedFile, devices: Sequence[torch.device]) -> None:
+        """What a file says of recurrent states, and of the tokens that are held."""
+        for index, state in saved.description["states"].items():
+            _restore_state(self.layers[int(index)], state, saved, f"state.{int(index)}", devices[int(index)])
         if "tokens" in saved.table:
             told = saved.array("tokens.mask", (None, None), "U8").astype(bool)
             counts = saved.array("tokens.rows", (len(told),), "I64")

@@ -32,10 +32,11 @@ def checksums(rows: np.ndarray) -> np.ndarray:
     nbytes = rows.shape[1]
     if nbytes % 4:
         rows = np.pad(rows, ((0, 0), (0, -nbytes % 4)))
-    words = np.ascontiguousarray(rows).view("<u4").astype(np.uint64)
+    words = np.ascontiguousarray(rows).view("<u4")
     weights = (np.arange(1, words.shape[1] + 1, dtype=np.uint64) * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)
     with np.errstate(over="ignore"):
-        return (words * (weights | np.uint64(1))).sum(axis=1, dtype=np.uint64) + np.uint64(nbytes)
+        sums = np.einsum("ij,j->i", words, weights | np.uint64(1), dtype=np.uint64, casting="unsafe")
+        return sums + np.uint64(nbytes)
 
 
 def temporary(folder: Path, name: str = "") -> tuple[Path, BinaryIO]:

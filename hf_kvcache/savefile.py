@@ -277,8 +277,11 @@ class SavedFile:
         """A tensor as a whole; see `rows`. Without `shape` and `dtype`, as the file says."""
         if shape is None and name in self.table:
             shape, dtype = tuple(self.table[name]["shape"]), self.table[name]["dtype"]
-        data = np.concatenate([np.zeros(0, np.uint8), *(part.reshape(-1) for part in self.rows(name, shape, dtype))])
-        return torch.from_numpy(data).view(DTYPES[dtype]).reshape(self.table[name]["shape"])
+        parts = [part.reshape(-1) for part in self.rows(name, shape, dtype)]
+        out = torch.empty(self.table[name]["shape"], dtype=DTYPES[dtype])
+        if out.numel():
+            out.view(-1).view(torch.uint8)[:] = torch.from_numpy(np.concatenate(parts))
+        return out
 
     def array(self, name: str, shape: tuple[int | None, ...], dtype: str) -> np.ndarray:
         return self.tensor(name, shape, dtype).numpy()

@@ -222,7 +222,7 @@ def save(file: BinaryIO, storage: Storage, said: dict, entries: dict[str, Entry]
     for number, group in enumerate(storage.groups):
         group.table.settle()
         held = _held(group)
-        layers = [layer for layer in members(storage, group) if layer.geometry is not None]
+        layers = members(storage, group)
         groups.append(
             {
                 "layers": [layer.layer for layer in layers],
@@ -311,7 +311,7 @@ def restore(saved: SavedFile, storage: Storage, devices: Sequence[torch.device])
         batch, columns = saved.description["batch"], saved.description["columns"]
         require(type(batch) is type(columns) is int and min(batch, columns) > 0, f"{batch} rows of {columns} columns")
         valid = saved.array("valid", (batch, columns), "U8").astype(bool) if "valid" in saved.table else None
-        lengths = np.full(batch, columns) if valid is None else valid.sum(axis=1)
+        lengths = np.broadcast_to(np.int64(columns), batch) if valid is None else valid.sum(axis=1)
         said = saved.description["groups"]
         parts = [
             _Part(saved, *each, storage, lengths) for each in zip(said, storage.groups, range(len(said)), strict=True)
@@ -342,9 +342,8 @@ class _Part:
         self, saved: SavedFile, said: dict, group: LayerGroup, number: int, storage: Storage, lengths: np.ndarray
     ):
         self.saved, self.group, self.said = saved, group, said
-        by_number = {layer.layer: layer for layer in members(storage, group)}
-        self.layers = [by_number[layer] for layer in said["layers"]]
-        require(len(set(said["layers"])) == len(self.layers), f"layers {said['layers']}")
+        self.layers = members(storage, group)
+        require(said["layers"] == [layer.layer for layer in self.layers], f"layers {said['layers']}")
         self.shapes = [
             pages_from(pages, layer.spec, group.store.block_size)
             for pages, layer in zip(said["pages"], self.layers, strict=True)

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +52,7 @@ def test_a_truncated_or_longer_file_is_refused(model, cache, path):
         KVCache.load(path, model)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_flipped_bit_is_refused_or_changes_nothing(model, cache, path, seed):
     cache.save(path)
     data, rng = path.read_bytes(), random.Random(seed)
@@ -213,13 +212,15 @@ def test_a_process_that_is_killed_while_saving_leaves_the_earlier_file(model, pa
         child = os.fork()
         if not child:
             try:
+                # After so much work of its own, however busy the machine is, the system ends it where it stands.
+                signal.signal(signal.SIGPROF, signal.SIG_DFL)
+                signal.setitimer(signal.ITIMER_PROF, rng.uniform(0.001, 0.03))
                 for cache in caches * 1000:
                     cache.save(path)
             finally:
                 os._exit(1)
-        time.sleep(rng.uniform(0.002, 0.02))
-        os.kill(child, signal.SIGKILL)
-        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        rng.random()  # the child's numbers are its own
+        assert os.waitpid(child, 0)[1] == signal.SIGPROF
         leftovers += len(list(path.parent.iterdir())) - 1
         again = KVCache.load(path, model)
         assert [entry.name for entry in path.parent.iterdir()] == [path.name]
@@ -229,8 +230,8 @@ def test_a_process_that_is_killed_while_saving_leaves_the_earlier_file(model, pa
     go_on_alike(model, whole, again)
 
 
-@pytest.mark.parametrize("room", [0, 1000, 20_000])
-def test_a_full_disk_costs_nothing(model, cache, path, room, monkeypatch):
+@pytest.mark.parametrize("share", [0, 0.01, 0.5, 1])
+def test_a_full_disk_costs_nothing(model, cache, path, share, monkeypatch):
     cache.save(path)
     before, temporary = path.read_bytes(), files.temporary
     forced(model, cache, text(1, 20, seed=5))
@@ -238,10 +239,10 @@ def test_a_full_disk_costs_nothing(model, cache, path, room, monkeypatch):
 
     class Full:
         def __init__(self, file):
-            self.file, self.left = file, room
+            self.file, self.left = file, int(share * len(before))
 
         def write(self, data):
-            self.left -= len(data)
+            self.left -= memoryview(data).nbytes
             if self.left < 0:
                 raise OSError(errno.ENOSPC, "No space left on device")
             return self.file.write(data)

@@ -36,8 +36,8 @@ from hf_kvcache.codecs.packing import LANES, PLANAR
 from hf_kvcache.kernels import dispatch
 
 from .architectures import LINEAR, build
-from .configs import every
-from .forcing import forced, generate, ours, padding, text
+from .configs import EXACT, every
+from .forcing import error, forced, generate, ours, padding, text
 from .test_bad_input import refused, state
 
 
@@ -68,7 +68,9 @@ def packed(cache: KVCache) -> list[dict]:
             for owner, lo, hi in table.ranges(r):
                 if owner is not store.open:
                     fields = owner.layer(layer.index).gather(table.ids[r, lo:hi])
-                    found.append({name: field.numpy().tobytes() for name, field in fields.items()})
+                    found.append(
+                        {name: field.contiguous().view(torch.uint8).numpy().tobytes() for name, field in fields.items()}
+                    )
     return found
 
 
@@ -184,7 +186,8 @@ def test_cold_blocks_come_back_cold_or_wherever_they_are_wanted(model, path):
     assert KVCache.load(path, model).stats()["blocks_cold"] == cache.stats()["blocks_cold"] > 0
     warm = KVCache.load(path, model, tier="device")
     assert warm.stats()["blocks_cold"] == 0
-    go_on_alike(model, filled(model, PagedCache(model.config, block_size=4), 33), warm)
+    plain, more = filled(model, PagedCache(model.config, block_size=4), 33), text(1, 7, seed=1)
+    assert error(forced(model, warm, more, [4, 1, 2]), forced(model, plain, more, [4, 1, 2])) < EXACT
     warm.save(path)
     cold = KVCache.load(path, model, tier=HostTier(4))
     forced(model, cold, text(1, 1))
@@ -399,7 +402,7 @@ def test_a_file_system_that_fails_costs_nothing_that_was_there(model, fails, mon
             else:
                 KVCache.load(url, model)
     assert KVCache.load(url, model).get_seq_length() == 30
-    assert list(Flaky.store) == ["/folder/x"]
+    assert len(Flaky.store) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cache.save(url)

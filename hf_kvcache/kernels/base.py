@@ -41,7 +41,7 @@ class Pages:
         """A copy of the bytes of pages `ids`: uint8 `[len(ids), layout.nbytes]`, where the pages are."""
         parts, places = [], []
         for slab, rows, place in self._by_slab(ids):
-            parts.append(slab[rows])
+            parts.append(_words(slab)[rows].view(torch.uint8))
             places.append(place)
         if len(parts) == 1:
             return parts[0]
@@ -51,7 +51,8 @@ class Pages:
     def put_raw(self, ids: np.ndarray, pages: torch.Tensor) -> None:
         """Store bytes (as of `raw`, on any device) into pages `ids`."""
         for slab, rows, place in self._by_slab(ids):
-            slab[rows] = pages[torch.from_numpy(place).to(pages.device)].to(slab.device)
+            part = pages if len(place) == len(pages) else pages[torch.from_numpy(place).to(pages.device)]
+            _words(slab)[rows] = _words(part.to(slab.device))
 
     def _by_slab(self, ids: np.ndarray):
         """Each slab that holds some of `ids`, its rows, and their places in `ids`."""
@@ -73,6 +74,11 @@ class Pages:
     def decode(self, ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[len(ids), kv_heads, block_size, dim]` of pages `ids` in float32."""
         return self.codec.decode(self.gather(ids), self.geometry, self.order)
+
+
+def _words(pages: torch.Tensor) -> torch.Tensor:
+    """The same bytes, eight at a time: indexing costs by the element, and a page is a whole number of cache lines."""
+    return pages.view(torch.int64)
 
 
 @dataclass
