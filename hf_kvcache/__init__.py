@@ -7,6 +7,7 @@ cache = hf_kvcache.QuantizedCache(model.config, bits=4)
 model.generate(**inputs, **hf_kvcache.cache_kwarg(cache))
 """
 
+from . import memory
 from .attention import enable
 from .cache import (
     KVCache,
@@ -26,6 +27,7 @@ from .errors import (
     KVCacheError,
     UnsupportedError,
 )
+from .memory import diagnose
 from .metrics import PoolMetrics, ReuseMetrics
 from .pool import BlockPool
 from .prefix import Media, Priority
@@ -65,5 +67,7 @@ __all__ = [
     "UnsupportedError",
     "Window",
     "cache_kwarg",
+    "diagnose",
     "enable",
+    "memory",
 ]

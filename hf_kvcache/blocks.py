@@ -95,8 +95,8 @@ class BlockTable:
         plans = [self._plan_row(r, int(counts[r]), keep_new) for r in range(rows)]
         opened, old, demoted = self._moving(plans)
         return plans, Demand(
-            open=sum(p.copy + (p.stored - p.direct) + (p.tail > 0) for p in plans),
-            sealed=sum(p.direct - p.cold for p in plans) + len(opened),
+            open=sum(p.copy + p.new_open for p in plans),
+            sealed=sum(p.new_sealed for p in plans) + len(opened),
             cold=sum(p.cold for p in plans) + demoted,
             open_freed=sum(page < 0 or count == self.group.open.refs[page] for page, count in opened.items()),
             sealed_freed=sum(count == self.group.sealed.refs[page] for page, count in old.items()),

@@ -158,6 +158,10 @@ class PageStore:
         slabs = [slab for pages in self.pages if pages is not None for slab in pages.slabs]
         return sum({s.untyped_storage().data_ptr(): s.untyped_storage().nbytes() for s in slabs}.values())
 
+    def expected_bytes(self) -> int:
+        """What `nbytes` is once every layer has asked for the memory of its pages."""
+        return sum(self.slab_sizes) * self.page_bytes
+
     def _grow(self, count: int) -> None:
         fresh = self.retired[-count:]
         del self.retired[len(self.retired) - len(fresh) :]

@@ -31,7 +31,8 @@ class LayerSpec:
 def specs_from_config(config) -> list[LayerSpec]:
     """A `LayerSpec` for every layer of `config` (of its text decoder, where it has several parts)."""
     config = config.get_text_config(decoder=True)
-    count = getattr(config, "num_hidden_layers", None) or config.num_layers
+    names = ("num_decoder_layers", "num_hidden_layers", "num_layers")  # encoder-decoders count their halves apart
+    count = next(filter(None, (getattr(config, name, None) for name in names)))
     kinds = _layer_kinds(config, count)
     shared = getattr(config, "num_kv_shared_layers", 0) or 0
     specs = []

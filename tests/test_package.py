@@ -22,6 +22,7 @@ SPEAKS_TRANSFORMERS = (
     "commands",
     "inputs",
     "lm_eval",
+    "memory",
     "named",
     "rotary",
     "session",
