@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--lengths", metavar="MEAN,SIGMA", help="simulate log-normal prompts of this mean and log spread"
     )
     parser.add_argument(
-        "--answers", default="256,0.7", metavar="MEAN,SIGMA", help="answers with --lengths (default: %(default)s)"
+        "--answers", default="256,0.7", metavar="MEAN,SIGMA", help="answers with --lengths (%(default)s)"
     )
     parser.add_argument(
         "--rate", type=float, help="with --lengths: requests per second (default: a place is never empty)"
