@@ -209,6 +209,6 @@ def test_every_command_explains_itself(capsys):
     assert main([]) == 0 and "plan" in capsys.readouterr().out
 
 
-def test_a_hybrid_config_without_sizes_is_an_error():
-    with pytest.raises(ConfigurationError, match="add them to config.json for an estimate"):
+def test_a_config_without_sizes_is_an_error():
+    with pytest.raises(ConfigurationError, match="has no num_hidden_layers, num_attention_heads"):
         models.load({"model_type": "unheard", "hidden_size": 12})

@@ -32,6 +32,17 @@ def test_the_python_examples_run_one_after_the_other(capsys):
     assert "QuantizedCache" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", [line for block in blocks("console") for line in block.splitlines()])
+def test_the_commands_of_the_planner_run(command, capsys, monkeypatch, tmp_path):
+    from hf_kvcache.cli import main
+
+    name, *arguments = command.replace("plan.png", str(tmp_path / "plan.png")).split()
+    monkeypatch.chdir(ROOT)
+    assert name == "hf-kvcache" and main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "request" in out and ("--plot" not in command or (tmp_path / "plan.png").exists())
+
+
 def test_every_shell_command_is_run_by_ci():
     ci = (ROOT / ".ci" / "run").read_text()
     commands = [
