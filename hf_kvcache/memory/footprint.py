@@ -67,11 +67,13 @@ class PagedFootprint:
     def peak(self, length: int) -> int:
         """The highest of each store within the last block: before that there was less of everything."""
         lengths = np.arange(max(0, length - self.cache.block_size), length + 1)
-        return sum(
-            int(pages[:, 0].max()) * group.store.open.page_bytes
-            + int(pages[:, 1].max()) * group.store.sealed.page_bytes
-            for group, pages, _ in self._pages(lengths)
-        )
+        most = 0
+        for group, pages, _ in self._pages(lengths):
+            opened, sealed = pages[:, 0], pages[:, 1]
+            if group.store.lossless:  # one store has both
+                opened, sealed = opened + sealed, np.zeros_like(sealed)
+            most += int(opened.max()) * group.store.open.page_bytes + int(sealed.max()) * group.store.sealed.page_bytes
+        return most
 
     def anatomy(self, length: int) -> dict[str, int]:
         """Where a request's bytes go: `scales` of the codes, the `tail` that a lossy codec leaves in the model's dtype, and

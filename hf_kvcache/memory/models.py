@@ -162,7 +162,7 @@ class Parameters:
     Attributes:
         linear: in the matrices of linear layers; `rows` of these matrices in all.
         experts: in matrices that experts share one tensor for.
-        rest: embeddings, the output projection, norms, biases, convolutions.
+        rest: embeddings, the output projection, norms, biases, convolutions, and buffers that a checkpoint holds.
         exact: whether they were counted in the model's own modules, and not estimated from its sizes.
         note: what was left out of the count, if anything.
     """
@@ -213,6 +213,8 @@ def _count(model: torch.nn.Module, note: str | None) -> Parameters:
             experts += parameter.numel()
         else:
             rest += parameter.numel()
+    buffers, saved = dict(model.named_buffers()), model.state_dict().keys()
+    rest += sum(buffer.numel() for name, buffer in buffers.items() if name in saved)
     return Parameters(linear, rows, experts, rest, note=note)
 
 
