@@ -108,10 +108,10 @@ def test_windows_bound_what_their_layers_keep(name, full, full_bytes, sliding, w
         whole = kind(answer, "full_attention")
         assert (whole.layers, whole.token_bytes) == (full, full_bytes)
     plain, paged = answer.caches
-    held = planned_blocks = context * full_bytes + sliding_bytes * (window - 1)
+    held = context * full_bytes + sliding_bytes * (window - 1)
     assert sum(kind.request_bytes for kind in answer.layers) == held
     assert paged.token_bytes == pytest.approx(full_bytes, rel=0.01)  # at this length only full layers grow
-    assert planned_blocks <= paged.request_bytes <= held + 2 * 16 * sliding_bytes  # at most two blocks of 16 more
+    assert held <= paged.request_bytes <= held + 2 * 16 * sliding_bytes  # at most two blocks of 16 more
     assert plain.request_bytes > held  # a step copies one layer
 
 

@@ -27,7 +27,7 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
     return code, out, err
 
 
-@pytest.mark.parametrize("name", [path.stem for path in sorted(KNOWN.glob("*.json"))])
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "gemma-3n-e4b", "deepseek-v3", "falcon-h1-7b", "t5-base"])
 def test_tables_fit_80_columns(capsys, name):
     context = ["--context", "512"] if name == "t5-base" else []
     arguments = ["--device-memory", "80GiB", "--requests", "8", "--lengths", "300,0.5", "--answers", "20,0.5"]

@@ -26,8 +26,8 @@ def drive(make, config, workload: memory.Workload, users: int | None, capacity: 
     """A pool's metrics after every step of serving a workload, first come, first served."""
     pool = BlockPool(config, capacity_bytes=capacity)
     waiting, running, metrics, now = list(workload.requests), [], [], 0
-    sizes = PagedFootprint(make(config), F32, CPU)
-    most = lambda r: int(sizes.held(range(r.prompt + r.answer)).device.max())  # noqa: E731
+    sizes = np.maximum.accumulate(PagedFootprint(make(config), F32, CPU).held(range(512)).device)
+    most = lambda r: int(sizes[r.prompt + r.answer - 1])  # noqa: E731
     while waiting or running:
         while waiting and step_of(waiting[0], workload) <= now and (users is None or len(running) < users):
             if capacity is not None and sum(most(r) for r, _, _ in running) + most(waiting[0]) > capacity:
@@ -42,6 +42,9 @@ def drive(make, config, workload: memory.Workload, users: int | None, capacity: 
             metrics.append(pool.metrics())
         for entry in running:
             entry[2] -= 1
+        for _, cache, left in running:
+            if not left:
+                cache.reset()
         running = [entry for entry in running if entry[2]]
         for _, cache, _ in running:
             cache.storage.rehearse(np.array([1]))
@@ -54,7 +57,7 @@ def drive(make, config, workload: memory.Workload, users: int | None, capacity: 
 def test_peaks_are_those_of_a_pool_driven_with_the_same_trace(name, rate):
     config = build("gemma3_text" if name == "window" else "llama").config
     users = 5 if rate is None else None
-    workload = memory.lognormal(60, 0.8, answer_mean=25, count=40, limit=400, rate=rate)
+    workload = memory.lognormal(60, 0.8, answer_mean=15, count=30, limit=400, rate=rate)
     simulated = memory.simulate(PagedFootprint(MAKE[name](config), F32, CPU), workload, users=users)
     driven = drive(MAKE[name], config, workload, users)
     for got, field in (
@@ -65,7 +68,7 @@ def test_peaks_are_those_of_a_pool_driven_with_the_same_trace(name, rate):
         series = [getattr(metrics, field) for metrics in driven]
         assert got[2] == pytest.approx(max(series), rel=0.02)
         assert got[2] == max(series) and got[0] == np.percentile(series, 50, method="higher"), field
-    assert simulated.finished == 40 and simulated.refused == 0
+    assert simulated.finished == 30 and simulated.refused == 0
     tokens, slots = (sum(getattr(m, field) for m in driven) for field in ("resident_tokens", "resident_slots"))
     assert simulated.waste == pytest.approx(1 - tokens / slots)
 
@@ -73,11 +76,11 @@ def test_peaks_are_those_of_a_pool_driven_with_the_same_trace(name, rate):
 def test_a_pool_with_a_limit_is_never_overrun():
     config = build("llama").config
     footprint = PagedFootprint(PagedCache(config, block_size=8), F32, CPU)
-    workload = memory.lognormal(60, 0.8, answer_mean=25, count=40, limit=400)
+    workload = memory.lognormal(60, 0.8, answer_mean=15, count=30, limit=400)
     capacity = int(footprint.held([200]).device[0])
     simulated = memory.simulate(footprint, workload, capacity=capacity)
     fitting = [r for r in workload.requests if footprint.held([r.prompt + r.answer - 1]).device[0] <= capacity]
-    assert simulated.finished == len(fitting) and simulated.refused == 40 - len(fitting) > 0
+    assert simulated.finished == len(fitting) and simulated.refused == 30 - len(fitting) > 0
     driven = drive(
         MAKE["paged"], config, memory.Workload("", tuple(fitting)), None, capacity
     )  # raises where it is overrun
@@ -120,11 +123,11 @@ def test_states_count_for_every_request():
 
 
 def test_log_normal_lengths_have_the_mean_that_was_asked_for():
-    workload = memory.lognormal(1000, 0.8, answer_mean=200, answer_sigma=0.5, count=20_000)
+    workload = memory.lognormal(1000, 0.8, answer_mean=200, answer_sigma=0.5, count=6_000)
     prompts, answers = np.array([(r.prompt, r.answer) for r in workload.requests]).T
-    assert prompts.mean() == pytest.approx(1000, rel=0.03) and np.log(prompts).std() == pytest.approx(0.8, rel=0.03)
-    assert answers.mean() == pytest.approx(200, rel=0.03)
-    assert workload == memory.lognormal(1000, 0.8, answer_mean=200, answer_sigma=0.5, count=20_000), (
+    assert prompts.mean() == pytest.approx(1000, rel=0.05) and np.log(prompts).std() == pytest.approx(0.8, rel=0.05)
+    assert answers.mean() == pytest.approx(200, rel=0.05)
+    assert workload == memory.lognormal(1000, 0.8, answer_mean=200, answer_sigma=0.5, count=6_000), (
         "one seed, one workload"
     )
     arrivals = [r.arrival for r in memory.lognormal(10, 0.1, count=5000, rate=4.0).requests]

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -59,7 +60,9 @@ def show(found: Diagnosis, console: Console) -> None:
     if not found.findings:
         console.print("No lever matches what was observed.")
         return
-    table = Table(title="Levers that match, the largest gain first")
+    table = Table(
+        title="Levers that match, the largest gain first", box=SIMPLE_HEAD, pad_edge=False, title_justify="left"
+    )
     table.add_column("lever")
     table.add_column("gain", justify="right")
     table.add_column("what, why, and its price")
@@ -67,5 +70,5 @@ def show(found: Diagnosis, console: Console) -> None:
         sizes = f"{memory.show_bytes(finding.bytes_before)} to {memory.show_bytes(finding.bytes_after)} a request"
         cache = f" ({finding.cache})" if finding.cache else ""
         text = f"{finding.change}{cache}: {sizes}.\nWhy: {finding.why}.\nPrice: {finding.price}."
-        table.add_row(finding.lever, f"{finding.gain:.1f}x", text, end_section=True)
+        table.add_row(finding.lever, f"{finding.gain:.1f}x", text)
     console.print(table, highlight=False)

@@ -18,6 +18,7 @@ PALETTE = (
     "#56b4e9",
     "#e69f00",
 )  # Okabe and Ito's, without yellow and black
+STYLES = ("-", "-.")
 MUTED = "#7d858f"
 GIB = 1 << 30
 
@@ -45,24 +46,28 @@ def draw(
     except ImportError as error:
         raise ConfigurationError("a plot needs matplotlib: pip install matplotlib, or leave --plot out.") from error
     longest = planner.model.limit or 8 * (context or 4096)
-    contexts = np.unique(np.geomspace(min(1024, longest), longest, POINTS).astype(int))
+    contexts = np.unique(np.linspace(1, longest, POINTS).astype(int))
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axis = figure.subplots()
     lines = {name: [planner.needed(name, int(n), requests) / GIB for n in contexts] for name in planner.footprints}
-    for i, (name, needed) in enumerate(lines.items()):
-        colour, style = (MUTED, "--") if name == "dynamic" else (PALETTE[i % len(PALETTE)], "-")
+    ours = [name for name in lines if name != "dynamic"]
+    for name, needed in lines.items():
+        place = ours.index(name) if name in ours else 0
+        colour, style = (
+            (PALETTE[place % len(PALETTE)], STYLES[place // len(PALETTE) % 2]) if name in ours else (MUTED, "--")
+        )
         axis.plot(contexts, needed, style, color=colour, linewidth=1.6)
     axis.plot(contexts, [planner.beside(int(n), requests) / GIB for n in contexts], ":", color=MUTED, linewidth=1.2)
     lines["all but caches"] = [planner.beside(longest, requests) / GIB]
     if device_memory is not None:
         _limit(axis, contexts, device_memory, planner.memory_fraction)
     top = max(needed[-1] for needed in lines.values())
-    top = min(top, 2.5 * device_memory / GIB) if device_memory else top
-    axis.set(xscale="log", xlim=(contexts[0], contexts[-1]), ylim=(0, 1.05 * top))
+    if device_memory is not None:
+        top = max(min(top, 2 * device_memory / GIB), 1.08 * device_memory / GIB)
+    axis.set(xlim=(contexts[0], contexts[-1]), ylim=(0, 1.05 * top))
     axis.set(xlabel="tokens of each request", ylabel="memory of a device, GiB")
     axis.set_title(f"{planner.model.name}, {requests} request{'s' if requests > 1 else ''}", fontsize=10.5, loc="left")
-    axis.set_xticks([n for n in (1 << k for k in range(6, 25)) if contexts[0] <= n <= contexts[-1]])
-    axis.minorticks_off()
+    axis.set_xticks(np.linspace(0, longest, 9)[1:] if longest % 8192 == 0 else contexts[:: POINTS // 4][1:])
     axis.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:g}k" if n >= 1024 else f"{n:g}"))
     axis.spines[["top", "right"]].set_visible(False)
     if context:
@@ -81,13 +86,9 @@ def _limit(axis, contexts: np.ndarray, device_memory: int, fraction: float) -> N
     size = device_memory / GIB
     axis.axhline(size, color="#24292f", linewidth=1.2)
     axis.axhspan(size * fraction, size, color="#24292f", alpha=0.08, linewidth=0)
-    axis.annotate(
-        f"the device: {size:.0f} GiB, margin below",
-        (contexts[0], size),
-        (4, 3),
-        textcoords="offset points",
-        fontsize=8.5,
-    )
+    text = f"the device: {size:.0f} GiB, margin below"
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    axis.annotate(text, (contexts[0], size), (6, 4), textcoords="offset points", fontsize=8.5, bbox=box)
 
 
 def _label_ends(axis, contexts: np.ndarray, lines: dict[str, list[float]], top: float) -> None:
@@ -99,7 +100,7 @@ def _label_ends(axis, contexts: np.ndarray, lines: dict[str, list[float]], top: 
             ends.append((1.0, name, float(contexts[inside])))
         else:
             ends.append((min(1.0, needed[-1] / top), name, float(contexts[-1])))
-    ends.sort()
+    ends.sort(key=lambda end: (end[0], -end[2]))  # who leaves first is named highest
     heights = [height for height, *_ in ends]
     for i in range(len(heights) - 2, -1, -1):  # from the top down: at least a line of text apart
         heights[i] = min(heights[i], heights[i + 1] - 0.052)

@@ -51,6 +51,7 @@ class PagedFootprint:
     def __init__(self, cache: KVCache, dtype: torch.dtype, device: torch.device, shards: int = 1):
         self.cache = bind(cache, dtype, device, shards)
         self.groups = cache.storage.groups
+        self._peaks: dict[int, int] = {}
 
     def held(self, lengths: Sequence[int]) -> Held:
         lengths = np.asarray(lengths, np.int64)
@@ -66,6 +67,11 @@ class PagedFootprint:
 
     def peak(self, length: int) -> int:
         """The highest of each store within the last block: before that there was less of everything."""
+        if length not in self._peaks:
+            self._peaks[length] = self._peak(length)
+        return self._peaks[length]
+
+    def _peak(self, length: int) -> int:
         lengths = np.arange(max(0, length - self.cache.block_size), length + 1)
         most = 0
         for group, pages, _ in self._pages(lengths):

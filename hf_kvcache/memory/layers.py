@@ -40,7 +40,8 @@ def layer_kinds(model: Model, context: int, source: int, shards: int) -> tuple[L
     """The model's layers by type, those with a state, shared keys and an encoder's text too."""
     groups: dict[tuple, list[LayerSpec]] = {}
     for spec in specs_from_config(model.config):
-        groups.setdefault((_kind(model, spec), spec.kv_heads, spec.k_dim, spec.v_dim, spec.window), []).append(spec)
+        shape = (spec.kv_heads, spec.k_dim, spec.v_dim, spec.window) if spec.stores else ()
+        groups.setdefault((_kind(model, spec), *shape), []).append(spec)
     kinds = []
     for (kind, *_), specs in groups.items():
         spec, layers = specs[0], len(specs)
@@ -50,11 +51,11 @@ def layer_kinds(model: Model, context: int, source: int, shards: int) -> tuple[L
         shape = (shard(spec.kv_heads, shards), spec.k_dim, spec.v_dim) if spec.stores else (0, 0, 0)
         window = spec.window if spec.stores else None
         kinds.append(LayerKind(kind, layers, *shape, window, token, state, token * kept + state))
-    if source:
-        stores = [spec for spec in specs_from_config(model.config) if spec.stores]
-        token = sum(token_bytes(spec, model.dtype, shards) for spec in stores)
-        shape = (shard(stores[0].kv_heads, shards), stores[0].k_dim, stores[0].v_dim)
-        kinds.append(LayerKind("cross_attention", len(stores), *shape, None, 0, token * source, token * source))
+    crossing = [spec for spec in specs_from_config(model.config) if spec.stores] if source else []
+    if crossing:
+        token, spec = sum(token_bytes(spec, model.dtype, shards) for spec in crossing), crossing[0]
+        shape = (shard(spec.kv_heads, shards), spec.k_dim, spec.v_dim)
+        kinds.append(LayerKind("cross_attention", len(crossing), *shape, None, 0, token * source, token * source))
     return tuple(kinds)
 
 

@@ -27,6 +27,7 @@ ALIASES = {
     "vocab_size": ("vocab_size", "padded_vocab_size"),
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
 }
+UNLIMITED = 1 << 40  # positions of a model that says nothing of them
 NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads")
 
 
@@ -128,9 +129,8 @@ def _llama_like(fields: dict, reason: str) -> tuple[PreTrainedConfig, str]:
     found["intermediate_size"] = found["intermediate_size"] or 4 * found["hidden_size"]
     found["head_dim"] = found["head_dim"] or found["hidden_size"] // found["num_attention_heads"]
     dtype = fields.get("dtype") or fields.get("torch_dtype")
+    found["max_position_embeddings"] = found["max_position_embeddings"] or UNLIMITED
     config = LlamaConfig(**{name: value for name, value in found.items() if value}, dtype=dtype)
-    if not found["max_position_embeddings"]:
-        config.max_position_embeddings = None
     return config, f"{reason}: everything here is estimated for a Llama of its sizes, with full attention in all layers"
 
 
@@ -145,13 +145,13 @@ def _says_its_shapes(config: PreTrainedConfig) -> bool:
 def _limit(text: PreTrainedConfig) -> int | None:
     """Positions that a model has: `max_position_embeddings`, or what its rope scaling makes of the original ones."""
     limit = getattr(text, "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit < 1:
+    if not isinstance(limit, int) or not 1 <= limit < UNLIMITED:
         return None
     rope = getattr(text, "rope_parameters", None) or {}
     for scaling in [rope, *(x for x in rope.values() if isinstance(x, dict))]:
         original, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
-        if original and factor:
-            limit = max(limit, int(original * factor))
+        if original and factor and limit <= original:  # not counted in
+            limit = int(original * factor)
     return limit
 
 

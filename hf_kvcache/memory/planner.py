@@ -96,6 +96,13 @@ class Planner:
         self.weights = -(-budget.weight_bytes(self.model, self.parameters, weights) // shards)
         self.shards, self.memory_fraction, self.runtime = shards, memory_fraction, runtime
         self.pass_tokens, self.encoder_tokens = pass_tokens, encoder_tokens
+        without, with_one = (
+            sum(kind.state_bytes for kind in layer_kinds(self.model, 1, source, shards)) for source in (0, 1)
+        )
+        self.state_bytes, self.source_bytes = (
+            without,
+            with_one - without,
+        )  # of a request; of each token of an encoder's text
 
     def plan(
         self, device_memory: int | None, context: int | None = None, requests: int = 1, workload: Workload | None = None
@@ -124,8 +131,11 @@ class Planner:
 
     def kinds(self, context: int) -> tuple[LayerKind, ...]:
         """The model's layers by type, at a context."""
-        source = (self.encoder_tokens or context) if self.model.is_encoder_decoder else 0
-        return layer_kinds(self.model, context, source, self.shards)
+        return layer_kinds(self.model, context, self._source(context), self.shards)
+
+    def _source(self, context: int) -> int:
+        """Tokens of an encoder's text."""
+        return (self.encoder_tokens or context) if self.model.is_encoder_decoder else 0
 
     def request_bytes(self, cache: str, context: int) -> int:
         """Device bytes that a request has needed by the time it has `context` tokens."""
@@ -140,7 +150,7 @@ class Planner:
         return self.beside(context, requests) + requests * self.request_bytes(cache, context)
 
     def _states(self, context: int) -> int:
-        return sum(kind.state_bytes for kind in self.kinds(context))
+        return self.state_bytes + self._source(context) * self.source_bytes
 
     def _activations(self, context: int, requests: int) -> int:
         return budget.activations(self.model, self._pass(context), context, requests, self.shards)

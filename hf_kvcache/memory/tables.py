@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -34,7 +35,9 @@ def show_checks(checks: Sequence[Check], console: Console) -> None:
     rows: dict[str, list[Check]] = {}
     for check in checks:
         rows.setdefault(check.cache, []).append(check)
-    table = _table("Predicted and allocated here", "cache", "lengths", "stored", "allocated", "agrees")
+    table = _table(
+        "Predicted and allocated here (bytes of the longest)", "cache", "lengths", "stored", "allocated", "agrees"
+    )
     for name, row in rows.items():
         wrong = [check for check in row if not check.agrees]
         stored, allocated = (show_bytes(getattr(row[-1], field)) for field in ("stored", "allocated"))
@@ -46,7 +49,7 @@ def show_checks(checks: Sequence[Check], console: Console) -> None:
 
 def _layers(plan: Plan) -> Table:
     title = f"Layers, as a plain cache keeps them (a request of {plan.context:,} tokens)"
-    table = _table(title, "type", "layers", "KV heads", "K + V", "window", "per token", "per request")
+    table = _table(title, "type", "layers", "heads", "K + V", "window", "a token", "a request")
     for kind in plan.layers:
         window = f"{kind.window:,}" if kind.window else ""
         table.add_row(
@@ -81,9 +84,7 @@ def _budget(plan: Plan) -> Table:
 
 def _caches(plan: Plan) -> Table:
     bound = f"{plan.requests} x {plan.context:,}"
-    table = _table(
-        f"Caches ({bound} tokens)", "cache", "per token", "per request", "bound: all", "fits", "requests", "context"
-    )
+    table = _table(f"Caches ({bound} tokens)", "cache", "a token", "a request", "bound", "fits", "requests", "context")
     for cache in plan.caches:
         table.add_row(
             cache.name,
@@ -96,13 +97,23 @@ def _caches(plan: Plan) -> Table:
         )
     table.caption = (
         "bound: every request at the full context at once. requests: how many fit\n"
-        f"at {plan.context:,} tokens each. context: the longest for {plan.requests} at once."
+        f"at {plan.context:,} tokens each. context: the longest for {plan.requests} at once.\n"
+        "dynamic: with the copy of a layer's keys that each of its steps makes."
     )
     return table
 
 
 def _inside(plan: Plan) -> Table:
-    table = _table("Inside a request", "cache", "blocks of", "device", "host", "scales", "exact tail", "empty slots")
+    table = _table(
+        "Inside a request: scales of codes, exact tail, empty slots",
+        "cache",
+        "block",
+        "device",
+        "host",
+        "scales",
+        "tail",
+        "empty",
+    )
     for cache in plan.caches:
         parts = (cache.host_bytes, cache.scale_bytes, cache.tail_bytes, cache.rounding_bytes)
         block = str(cache.block_size or "")
@@ -112,27 +123,31 @@ def _inside(plan: Plan) -> Table:
 
 def _workload(plan: Plan) -> Table:
     first = plan.caches[0].simulation
-    title = f"Simulated: {first.finished} requests in {first.steps:,} steps (p50 / p95 / peak)"
-    table = _table(title, "cache", "running", "tokens", "empty", "device", "of bound", "pool")
+    title = f"Simulated: {first.finished} requests, {first.steps:,} steps (p50/p95/peak; bytes on the device)"
+    table = _table(title, "cache", "running", "tokens", "empty", "p95", "peak", "bound", "pool")
     for cache in plan.caches:
         table.add_row(cache.name, *_simulated(cache))
+    table.caption = "bound: the peak as a share of all requests at the full context. pool: of what is left for caches."
     return table
 
 
 def _simulated(cache: CachePlan) -> list[str]:
     one = cache.simulation
-    device = " / ".join(show_bytes(size) for size in one.device[1:])
     full = "" if one.occupancy is None else f"{one.occupancy[2]:.0%}"
     if one.refused:
         full += f", {one.refused} refused"
     return [
         "/".join(map(str, one.running)),
-        "/".join(f"{count / 1024:.0f}k" if count >= 10240 else str(count) for count in one.tokens),
+        "/".join(map(_short, one.tokens)),
         f"{one.waste:.1%}",
-        device,
+        *map(show_bytes, one.device[1:]),
         f"{one.device[2] / cache.bound_bytes:.0%}" if cache.bound_bytes else "",
         full,
     ]
+
+
+def _short(count: int) -> str:
+    return str(count) if count < 1024 else f"{count / 1024:.{0 if count >= 10240 else 1}f}k"
 
 
 def _or_unknown(count: int | None) -> str:
@@ -140,8 +155,10 @@ def _or_unknown(count: int | None) -> str:
 
 
 def _table(title: str, first: str, *others: str) -> Table:
-    table = Table(title=title, title_justify="left", caption_justify="left", padding=(0, 1), collapse_padding=True)
-    table.add_column(first, overflow="fold")
+    """Two spaces between columns, and names of caches in full."""
+    settings = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
+    table = Table(title=title, title_justify="left", caption_justify="left", **settings)
+    table.add_column(first, overflow="fold", min_width=14)
     for name in others:
-        table.add_column(name, justify="left" if name in ("", "lengths", "agrees") else "right")
+        table.add_column(name, justify="left" if name in ("", "lengths", "agrees") else "right", overflow="fold")
     return table

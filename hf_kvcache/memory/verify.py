@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +12,8 @@ from ..cache import KVCache
 from . import models
 from .footprint import PagedFootprint, bind
 from .planner import Caches, build
+
+MOST = 1024  # tokens of a window that a check fills
 
 
 @dataclass(frozen=True)
@@ -54,33 +55,31 @@ def verify(
     known, device = models.load(model, dtype), torch.device(device)
     checks = []
     for name in caches:
-        cache = caches[name] if isinstance(caches, Mapping) else name
-        make = functools.partial(build, cache, known.config)
-        for tokens in lengths or edges(make().block_size):
-            checks.append(_check(name, make, tokens, known.dtype, device))
+        made = caches[name] if isinstance(caches, Mapping) else name
+        asked, rehearsed, real = (build(made, known.config) for _ in range(3))
+        footprint = PagedFootprint(asked, known.dtype, device)
+        bind(rehearsed, known.dtype, device)
+        for tokens in lengths or edges(real):
+            held = footprint.held([tokens])
+            rehearsed.storage.rehearse(np.array([tokens]))
+            fill(real, tokens, known.dtype, device)
+            report, stores = real.memory(), [s for group in rehearsed.storage.groups for s in group.store.stores]
+            allocated = sum(store.expected_bytes() for store in stores)
+            stored = int(held.device[0] + held.host[0])
+            checks.append(Check(name, tokens, stored, report.stored, allocated, report.allocated))
+            rehearsed.reset()
+            real.reset()
     return checks
 
 
-def _check(name: str, make: Callable[[], KVCache], tokens: int, dtype: torch.dtype, device: torch.device) -> Check:
-    held = PagedFootprint(make(), dtype, device).held([tokens])
-    rehearsed, real = bind(make(), dtype, device), make()
-    rehearsed.storage.rehearse(np.array([tokens]))
-    fill(real, tokens, dtype, device)
-    stores = [store for group in rehearsed.storage.groups for store in group.store.stores]
-    report = real.memory()
-    return Check(
-        cache=name,
-        tokens=tokens,
-        predicted_stored=int(held.device[0] + held.host[0]),
-        stored=report.stored,
-        predicted_allocated=sum(store.expected_bytes() for store in stores),
-        allocated=report.allocated,
-    )
-
-
-def edges(block_size: int) -> tuple[int, ...]:
-    """Lengths around the ends of the first blocks."""
-    return 1, max(1, block_size - 1), block_size, block_size + 1, 3 * block_size, 4 * block_size + 3
+def edges(cache: KVCache) -> list[int]:
+    """Lengths around the ends of a cache's first blocks, and past the shorter ones of its windows and resident tokens."""
+    size = cache.block_size
+    lengths = {1, max(1, size - 1), size, size + 1, 3 * size, 4 * size + 3}
+    for group in cache.storage.groups:
+        bounds = [group.retention.window, group.tier.resident_tokens]
+        lengths |= {bound + size + 1 for bound in bounds if bound is not None and bound <= MOST}
+    return sorted(lengths)
 
 
 def fill(cache: KVCache, tokens: int, dtype: torch.dtype, device: torch.device, batch: int = 1) -> None:

@@ -117,9 +117,8 @@ def lognormal(
         raise ConfigurationError(f"sigma={min(sigma, answer_sigma)} must be at least 0 (0.7 is usual).")
     generator = np.random.default_rng(seed)
     draw = lambda mean, sigma: np.exp(generator.normal(np.log(mean) - sigma**2 / 2, sigma, count))  # noqa: E731
-    longest = limit or np.inf
-    answers = np.clip(draw(answer_mean, answer_sigma).round(), 1, max(1, longest // 2)).astype(int)
-    prompts = np.clip(draw(mean, sigma).round(), 1, longest - answers).astype(int)
+    answers = np.clip(draw(answer_mean, answer_sigma).round(), 1, limit and max(1, limit // 2)).astype(int)
+    prompts = np.clip(draw(mean, sigma).round(), 1, limit and limit - answers).astype(int)
     arrivals = [None] * count if rate is None else np.cumsum(generator.exponential(1 / rate, count)).tolist()
     requests = tuple(map(Request, prompts.tolist(), answers.tolist(), arrivals))
     return Workload(f"log-normal lengths, mean {mean:g} + {answer_mean:g}", requests)
