@@ -102,6 +102,14 @@ def test_what_smaller_blocks_gain_is_arithmetic():
     assert found.bytes_after == token * np.mean([-(-n // 8) * 8 for n in range(90, 98)])
 
 
+def test_reuse_says_what_becomes_of_the_time_to_the_first_token():
+    seen = Observation(request_tokens=2000, repeated_rate=0.75, hit_rate=0.0, requests=4, ttft=2.0)
+    found = diagnose(seen, MODEL).findings[0]
+    token = 2 * 4 * 4 * 64 * 2  # bytes; of 2000 tokens 1500 are shared by 4 requests, blocks of 16
+    assert "from 2.00 s to about 0.50 s" in found.price
+    assert found.bytes_after == pytest.approx(token * (500 + 1500 / 4 + 7.5), rel=0.01)
+
+
 def test_it_says_when_kv_memory_is_not_what_binds():
     idle = diagnose(Observation(request_tokens=900, occupancy=0.2, failures=0), MODEL)
     assert idle.binds is False and not idle.findings and "not what binds" in idle.elsewhere[0]

@@ -169,7 +169,8 @@ def repeated_prefixes(case: _Case) -> Finding | None:
     why = f"{repeated:.0%} of the prompts' tokens were computed before, {found:.0%} are found"
     change = "sessions of one pool (pool.session()), the common prefix pinned"
     saved = (1 - found) / max(1e-9, 1 - repeated)
-    price = f"none in quality; {saved:.1f} times fewer tokens to prefill shorten the time to the first token as well"
+    first = f", from {case.seen.ttft:.2f} s to about {case.seen.ttft / saved:.2f} s" if case.seen.ttft else ""
+    price = f"none in quality; {saved:.1f} times fewer tokens to prefill shorten the time to the first token{first}"
     return case.finding("repeated_prefixes", "reuse", why, change, None, after, price)
 
 
