@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from eval import models, quality
-from hf_kvcache import OffloadedCache, PagedCache, QuantizedCache, SlidingWindowCache
+from eval import models
+from hf_kvcache import OffloadedCache, PagedCache, QuantizedCache, SlidingWindowCache, scoring
 from hf_kvcache.kernels import dispatch
 from hf_kvcache.named import cache_factory, is_available
 
@@ -25,17 +25,17 @@ def demo_model():
 
 
 @functools.cache
-def reference() -> quality.Reference:
+def reference() -> scoring.Reference:
     """Two windows of each of three texts: 768 tokens of context, 32 scored decode steps."""
     model, tokenizer = demo_model()
     texts = list(models.texts().values())[:3]
-    return quality.reference(model, quality.windows(tokenizer, texts, count=6, length=768 + 32 + 1), steps=32)
+    return scoring.reference(model, scoring.windows(tokenizer, texts, count=6, length=768 + 32 + 1), steps=32)
 
 
 @functools.cache
 def plain_tokens() -> tuple[torch.Tensor, list[list[int]]]:
     model, tokenizer = demo_model()
-    prompt = quality.windows(tokenizer, list(models.texts().values())[:1], 1, 1500)
+    prompt = scoring.windows(tokenizer, list(models.texts().values())[:1], 1, 1500)
     return prompt, generate(model, prompt, DynamicCache(config=model.config), 256)
 
 
@@ -60,7 +60,7 @@ def test_256_greedy_tokens_after_1500_equal_the_built_in_caches(make):
 )
 def test_loss_of_true_decode_steps(name, kl, top1):
     model, _ = demo_model()
-    loss = quality.divergence(model, reference(), cache_factory(name))
+    loss = scoring.divergence(model, reference(), cache_factory(name))
     assert loss.kl_mean <= kl and loss.top1 >= top1, loss
     assert loss.context == 768 and loss.steps == 6 * 32
     if name != "paged":
@@ -73,7 +73,7 @@ def test_loss_of_true_decode_steps(name, kl, top1):
 def test_loss_beside_the_built_in_quantised_caches():
     model, _ = demo_model()
     kl = {
-        name: quality.divergence(model, reference(), cache_factory(name)).kl_mean
+        name: scoring.divergence(model, reference(), cache_factory(name)).kl_mean
         for name in ("int4", "fp8", "hf-fp8", "hf-hqq4")
     }
     # hqq's divergence has a heavy tail: from one set of windows to the next it is 5 to 12 times that of int4.
@@ -85,20 +85,20 @@ def test_integer_products_diverge_by_less_than_a_fifth_of_what_the_codec_does(bi
     """The CPU kernels round queries and probabilities; `reference` meets the same codes with floats."""
     model, _ = demo_model()
     make = cache_factory(f"int{bits}/residual=0")
-    plain = quality.reference(model, reference().ids[:2, : 512 + 8 + 1], steps=8)
-    codec = quality.divergence(model, plain, make).kl_mean
+    plain = scoring.reference(model, reference().ids[:2, : 512 + 8 + 1], steps=8)
+    codec = scoring.divergence(model, plain, make).kl_mean
     with dispatch.plain_torch():
-        cache = quality.write(model, plain, make(model.config))
-        floats = dataclasses.replace(plain, log_probs=quality.predictions(model, plain, cache)[0])
-    with_kernels = quality.predictions(model, plain, quality.write(model, plain, make(model.config)))[0]
+        cache = scoring.write(model, plain, make(model.config))
+        floats = dataclasses.replace(plain, log_probs=scoring.predictions(model, plain, cache)[0])
+    with_kernels = scoring.predictions(model, plain, scoring.write(model, plain, make(model.config)))[0]
     assert not torch.equal(with_kernels, floats.log_probs)
-    assert quality.divergence(model, floats, make).kl_mean < codec / 5
+    assert scoring.divergence(model, floats, make).kl_mean < codec / 5
 
 
 def test_two_bits_show_a_loss():
     """A measure that cannot see a bad cache measures nothing."""
     model, _ = demo_model()
-    assert quality.divergence(model, reference(), cache_factory("int2")).kl_mean > 1e-2
+    assert scoring.divergence(model, reference(), cache_factory("int2")).kl_mean > 1e-2
 
 
 @pytest.mark.parametrize(("bits", "share"), [(8, 0.55), (4, 0.31), (2, 0.20)])

@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast
 from eval import latency, models, quality, timing
 from eval.records import Record, load
 from eval.session import Session
-from hf_kvcache import KVCache, Window, cache_kwarg, named
+from hf_kvcache import KVCache, Window, cache_kwarg, named, scoring
 from hf_kvcache.kernels import cpu, dispatch
 
 from .architectures import VOCABULARY, build
@@ -80,11 +80,11 @@ def test_every_kind_of_cache_is_measured_on_the_same_shapes():
 
 def test_the_measure_of_quality_sees_damage_and_sees_none_where_there_is_none():
     model = ours()
-    ref = quality.reference(model, text(3, 90), steps=10)
-    exact = quality.divergence(model, ref, named.cache_factory("paged/block_size=4"))
+    ref = scoring.reference(model, text(3, 90), steps=10)
+    exact = scoring.divergence(model, ref, named.cache_factory("paged/block_size=4"))
     assert exact.kl_max < 1e-6 and exact.top1 == 1.0 and exact.steps == 30 and exact.context == 79
     losses = [
-        quality.divergence(model, ref, named.cache_factory(f"{n}/residual=0")).kl_mean for n in ("int8", "int4", "int2")
+        scoring.divergence(model, ref, named.cache_factory(f"{n}/residual=0")).kl_mean for n in ("int8", "int4", "int2")
     ]
     assert 0 < losses[0] < losses[1] < losses[2]
 
@@ -92,19 +92,19 @@ def test_the_measure_of_quality_sees_damage_and_sees_none_where_there_is_none():
 # ---- planted faults: each moves the divergence beyond its standard error -----------------------------------------------
 
 
-def divergence(name: str, wrap=lambda cache: cache, model_name: str = "llama") -> quality.Divergence:
+def divergence(name: str, wrap=lambda cache: cache, model_name: str = "llama") -> scoring.Divergence:
     """Of 12 steps after 147 tokens, in three windows of a tiny model."""
     model, ref = faultless(model_name)
-    return quality.divergence(model, ref, lambda config: wrap(named.cache_factory(name)(config)))
+    return scoring.divergence(model, ref, lambda config: wrap(named.cache_factory(name)(config)))
 
 
 @functools.cache
 def faultless(name: str):
     model = ours(name)
-    return model, quality.reference(model, text(3, 160), steps=12)
+    return model, scoring.reference(model, text(3, 160), steps=12)
 
 
-def assert_moved(fault: quality.Divergence, right: quality.Divergence) -> None:
+def assert_moved(fault: scoring.Divergence, right: scoring.Divergence) -> None:
     assert fault.kl_mean - right.kl_mean > 2 * (fault.kl_stderr**2 + right.kl_stderr**2) ** 0.5
 
 
@@ -152,8 +152,8 @@ def test_what_the_plain_cache_generates_is_where_greedy_tokens_part():
     exact, bad = divergence("paged"), divergence("int2/residual=0/block_size=16")
     assert exact.first_difference is None and exact.identical == 1.0
     model, ref = faultless("llama")
-    cache = quality.write(model, ref, named.cache_factory("int2/residual=0/block_size=16")(model.config))
-    _, choices = quality.predictions(model, ref, cache)
+    cache = scoring.write(model, ref, named.cache_factory("int2/residual=0/block_size=16")(model.config))
+    _, choices = scoring.predictions(model, ref, cache)
     free = generate(model, ref.ids[:, : ref.context + 1], DynamicCache(config=model.config), 12)
     assert ref.greedy.tolist() == free
     firsts = sorted((choices != ref.greedy).int().argmax(-1).tolist())
@@ -259,10 +259,10 @@ def test_windows_of_text_are_as_long_as_asked_for():
         def __call__(self, text, return_tensors):
             return type("Encoding", (), {"input_ids": torch.tensor([[ord(c) for c in text]])})
 
-    ids = quality.windows(Characters(), ["a" * 500, "b" * 500], count=4, length=20)
+    ids = scoring.windows(Characters(), ["a" * 500, "b" * 500], count=4, length=20)
     assert ids.shape == (4, 20) and ids[0, 0] != ids[1, 0]
     with pytest.raises(ValueError, match="fewer than"):
-        quality.windows(Characters(), ["short"], count=1, length=20)
+        scoring.windows(Characters(), ["short"], count=1, length=20)
 
 
 @pytest.mark.demo
