@@ -26,13 +26,13 @@ from .errors import (
     KVCacheError,
     UnsupportedError,
 )
-from .memory import MemoryReport
 from .metrics import PoolMetrics, ReuseMetrics
 from .pool import BlockPool
 from .prefix import Media, Priority
 from .retention import Everything, Window
 from .session import Pin, Session
 from .tiers import DeviceTier, HostTier
+from .usage import MemoryReport
 
 __version__ = "0.1.0"
 

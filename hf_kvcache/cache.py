@@ -12,14 +12,13 @@ import torch
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
-from . import memory
+from . import usage
 from .attention import IMPLEMENTATION, CacheLength, KVHandle
 from .codecs import Codec, Geometry, NativeCodec, codec_for
 from .codecs.packing import LANES
 from .compiled import CUDA_GRAPHS_END, Traced, TracedHandle, TracedLength, is_compiling
 from .errors import CacheInputError, ConfigurationError
 from .layers import LayerStorage
-from .memory import MemoryReport
 from .passes import LayerGroup
 from .pool import BlockPool
 from .retention import Retention, Window, retention_for
@@ -27,6 +26,7 @@ from .rotary import RotaryAngles
 from .spec import STATE_ONLY, LayerSpec, specs_from_config
 from .storage import Storage
 from .tiers import HostTier, Tier, tier_for
+from .usage import MemoryReport
 
 
 class KVLayer(CacheLayerMixin):
@@ -370,7 +370,7 @@ class KVCache(Cache):
 
     def memory(self) -> MemoryReport:
         """Bytes by tier, what a plain cache would hold, and waste; see `MemoryReport`."""
-        return memory.report(self.storage, sum(_state_bytes(layer) for layer in self.layers))
+        return usage.report(self.storage, sum(_state_bytes(layer) for layer in self.layers))
 
     def stats(self) -> dict:
         """Numbers of what happened so far: tokens by row, blocks by state, tokens sealed, tensors materialised, and the
@@ -388,7 +388,7 @@ class KVCache(Cache):
             "blocks_cold": sum(int(t.n_cold.sum()) for t in tables),
             "tokens_sealed": sum(t.tokens_sealed for t in tables),
             "positions_dropped": sum(int(t.gap.sum()) for t in tables),
-            "compressed": memory.compressed(self.storage),
+            "compressed": usage.compressed(self.storage),
             "materialisations": self.storage.materialisations,
         }
 

@@ -19,6 +19,7 @@ SPEAKS_TRANSFORMERS = (
     "attention",
     "cache",
     "cli",
+    "commands",
     "contexts",
     "inputs",
     "lm_eval",
