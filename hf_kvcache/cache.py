@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from .compiled import CUDA_GRAPHS_END, Traced, TracedHandle, TracedLength, is_co
 from .errors import CacheInputError, ConfigurationError
 from .layers import LayerStorage
 from .passes import LayerGroup
+from .plan_file import CachePlan
 from .pool import BlockPool
 from .retention import Retention, Window, retention_for
 from .rotary import RotaryAngles
@@ -142,6 +144,20 @@ class KVCache(Cache):
         storage = Storage(self.pool, [])
         super().__init__(layers=self._build(storage))
         self.storage = storage
+
+    @classmethod
+    def from_plan(cls, config, plan: str | Path | Mapping, **others) -> KVCache:
+        """The cache that a plan describes; `hf-kvcache tune` writes them.
+
+        Args:
+            config: the model's config.
+            plan: the path of a JSON file, or what it holds (see `plan_file.py`).
+            others: choices in place of the plan's: a `pool`, a `tier`, ...
+
+        Raises:
+            ConfigurationError: for what is no plan, or one for another model.
+        """
+        return cls(config, **{**CachePlan.read(plan).choices(specs_from_config(config)), **others})
 
     def _build(self, storage: Storage) -> list:
         """The transformers layers, and behind them the groups that share a table."""

@@ -7,11 +7,11 @@ import argparse
 import sys
 
 from . import __version__
-from .commands import doctor
+from .commands import doctor, tune
 from .errors import KVCacheError
 
 # A command is a module with `HELP`, `configure(parser)` and `main(args)`, which returns the exit code (None is 0).
-COMMANDS = {"doctor": doctor}
+COMMANDS = {"doctor": doctor, "tune": tune}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 from . import contexts
 from .cache import KVCache, cache_kwarg
 from .contexts import States, prefill, states, stored_bytes
+from .errors import ConfigurationError
 
 BUCKETS = 4  # of decode steps, in which growth of the error shows
 NOISE = 1e-6  # a KL below this is float noise: the plain cache with another prefill chunking reaches 1e-7
@@ -99,16 +100,22 @@ class Reference:
 
 
 def windows(tokenizer, texts: Iterable[str], count: int, length: int) -> torch.Tensor:
-    """`count` windows `[count, length]` of token ids, spread evenly over `texts`."""
+    """`count` windows `[count, length]` of token ids, spread evenly over `texts`, none of which overlap.
+
+    Raises:
+        ConfigurationError: for texts that are too short.
+    """
     texts = list(texts)
-    rows = []
+    rows, turns = [], -(-count // len(texts))
     for i in range(count):
         text, turn = texts[i % len(texts)], i // len(texts)
-        turns = -(-count // len(texts))
-        start = len(text) * (turn + 1) // (turns + 1)
-        ids = tokenizer(text[start : start + 12 * length], return_tensors="pt").input_ids[0, :length]
+        start, end = (len(text) * part // (turns + 1) for part in (turn + 1, turn + 2))
+        ids = tokenizer(text[start : min(end, start + 12 * length)], return_tensors="pt").input_ids[0, :length]
         if len(ids) < length:
-            raise ValueError(f"a text of {len(text)} characters has fewer than {length} tokens from {start} on.")
+            raise ConfigurationError(
+                f"a text of {len(text)} characters has fewer than {length} tokens from its {start}th to its {end}th: give longer "
+                "texts, or ask for fewer or shorter windows."
+            )
         rows.append(ids)
     return torch.stack(rows)
 
@@ -126,7 +133,8 @@ def reference(model, ids: torch.Tensor, steps: int) -> Reference:
 
 
 def write(model, ref: Reference, cache: Cache, copies: int = 2) -> Cache:
-    """The context of every window through `cache`, twice: a row for the text and a row for greedy generation."""
+    """The context of every window through `cache`, twice: a row for the text and a row for greedy generation. (`in_one_pass`
+    needs one copy only.)"""
     return contexts.write(model, ref.ids[:, : ref.context], ref.states, cache, copies)
 
 
@@ -141,6 +149,27 @@ def predictions(model, ref: Reference, cache: Cache) -> tuple[torch.Tensor, torc
 def divergence(model, ref: Reference, make_cache: Callable[..., Cache]) -> Divergence:
     """Write each context through a new cache and score true decode steps against the reference."""
     return summary([compare(model, ref, write(model, ref, make_cache(model.config)))])
+
+
+def settled(context: int, block_size: int, residual: int) -> int:
+    """The longest context up to `context` after which a block has just been sealed: no other one is, for fewer steps than a
+    block has positions."""
+    return context - (context - residual) % block_size
+
+
+@torch.inference_mode()
+def in_one_pass(model, ref: Reference, cache: Cache) -> torch.Tensor:
+    """The divergence `[windows, steps]` of all steps, in nats, at the price of one pass.
+
+    What a pass adds it reads exactly, and so do true steps as long as it lies in open blocks: with a `settled` context this
+    is what `compare` finds, but for float noise. `write` has filled the cache, with one copy.
+    """
+    logits = model(ref.ids[:, ref.context : -1], **cache_kwarg(cache)).logits
+    return _divergence(ref, logits.float().log_softmax(-1))
+
+
+def _divergence(ref: Reference, log_probs: torch.Tensor) -> torch.Tensor:
+    return (ref.log_probs.exp() * (ref.log_probs - log_probs)).sum(-1)
 
 
 @dataclass
@@ -166,7 +195,7 @@ def compare(model, ref: Reference, cache: Cache) -> Compared:
     log_probs, choices = predictions(model, ref, cache)
     target = ref.ids[:, ref.context + 1 :, None]
     return Compared(
-        kl=(ref.log_probs.exp() * (ref.log_probs - log_probs)).sum(-1),
+        kl=_divergence(ref, log_probs),
         nll=-log_probs.gather(-1, target)[..., 0],
         nll_plain=-ref.log_probs.gather(-1, target)[..., 0],
         agree=ref.log_probs.argmax(-1) == log_probs.argmax(-1),
