@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -125,7 +126,7 @@ class CachePlan:
         return usual, {name: [i for i, own in enumerate(self.codecs) if own == name] for name in others}
 
     def call(self, config: str = "model.config") -> str:
-        """The same cache in Python, over several lines."""
+        """The same cache in Python, over lines of at most 80 columns."""
         usual, others = self._grouped()
         lines = [config, f"block_size={self.block_size}", f"residual={self.residual}", f'codec="{usual}"']
         for lever, table in LEVERS.items():
@@ -135,12 +136,18 @@ class CachePlan:
                 lines.append(f"{lever}={table[described['name']].__name__}({options})")
         if others:
             parts = [f'**dict.fromkeys({indices}, {{"codec": "{name}"}})' for name, indices in others.items()]
-            lines.append("layers={\n        " + ",\n        ".join(parts) + ",\n    }")
-        return "KVCache(\n    " + ",\n    ".join(lines) + ",\n)"
+            lines.append("layers={\n" + "\n".join(_indented(f"{part},", 8) for part in parts) + "\n    }")
+        return "KVCache(\n" + "".join(f"    {line},\n" for line in lines) + ")"
 
     def as_dict(self, **about) -> dict:
         """What the file holds; `about` is for readers, such as `model` and `measured`."""
         return {"format": FORMAT, "version": VERSION, "choices": asdict(self) | {"codecs": list(self.codecs)}, **about}
+
+
+def _indented(text: str, columns: int) -> str:
+    """Python within brackets, broken to fit a terminal."""
+    first, more = " " * columns, " " * (columns + 4)
+    return textwrap.fill(text, 80, initial_indent=first, subsequent_indent=more, break_long_words=False)
 
 
 def _load(path: Path) -> object:

@@ -27,6 +27,7 @@ SPEAKS_TRANSFORMERS = (
     "rotary",
     "scoring",
     "session",
+    "tuning",
 )
 MODULES = sorted(
     path

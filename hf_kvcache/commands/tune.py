@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
     if args.out:
         args.out.write_text(json.dumps(plan, indent=1) + "\n")
     show(found, tuner, request, console)
-    console.print(found.plan.call(), highlight=False, markup=False)
+    console.print(found.plan.call(), highlight=False, markup=False, soft_wrap=True)
     print(json.dumps(plan))
     if not found.holds:
         print(f"hf-kvcache tune: {shortfall(found, request)}", file=sys.stderr)
