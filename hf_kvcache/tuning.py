@@ -47,9 +47,9 @@ class Tuner:
         self.specs = specs_from_config(model.config)
         self.layers = [index for index, spec in enumerate(self.specs) if spec.stores]
         self.codecs = list(dict.fromkeys([NATIVE, *codecs]))
-        self._losses: dict[tuple[str, ...], float] = {}
-        self.floor = 0.0
-        self.floor = self.loss([NATIVE] * len(self.layers))  # rounding, which differs between passes and steps
+        native = self.uniform(NATIVE)
+        self.floor = self._measured(native)  # rounding, which differs between passes and steps
+        self._losses = {native: 0.0}
 
     def plan(self, codecs: Sequence[str]) -> CachePlan:
         """Of a codec for each layer that stores something."""
@@ -70,13 +70,16 @@ class Tuner:
         return tuple(codec if other == place else NATIVE for other in range(len(self.layers)))
 
     def loss(self, codecs: Sequence[str]) -> float:
-        """The mean divergence on the windows, in nats. Measured once."""
+        """The mean divergence on the windows, in nats, beyond what native layers show. Measured once."""
         codecs = tuple(codecs)
         if codecs not in self._losses:
-            cache = scoring.write(self.model, self.windows, self.cache(codecs), copies=1)
-            kl = scoring.in_one_pass(self.model, self.windows, cache).mean().item()
-            self._losses[codecs] = max(0.0, kl - self.floor)
+            loss = self._measured(codecs) - self.floor
+            self._losses[codecs] = math.inf if math.isnan(loss) else max(0.0, loss)
         return self._losses[codecs]
+
+    def _measured(self, codecs: Sequence[str]) -> float:
+        cache = scoring.write(self.model, self.windows, self.cache(codecs), copies=1)
+        return scoring.in_one_pass(self.model, self.windows, cache).mean().item()
 
     def nbytes(self, codec: str) -> list[int]:
         """What a request takes in each layer, all with this codec: pages, open ones included, right after its prefill."""
