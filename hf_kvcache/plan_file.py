@@ -64,7 +64,7 @@ class CachePlan:
         return replace(plan, codecs=tuple(plan.codecs))
 
     def _check(self) -> None:
-        if not isinstance(self.codecs, Sequence) or not all(isinstance(name, str | None) for name in self.codecs):
+        if not isinstance(self.codecs, list | tuple) or not all(isinstance(name, str | None) for name in self.codecs):
             raise ConfigurationError(
                 f"the plan's codecs are {self.codecs!r}; they must be a list of names (null: none)."
             )

@@ -213,7 +213,9 @@ def measured(found: Tuned) -> dict:
         "beside_kl_verified": found.beside_verified.kl_mean,
         "kl_difference": found.difference,
         "kl_difference_stderr": found.stderr,
-        "kl_alone": [{codec: float(f"{loss:.3g}") for codec, (_, loss) in options.items()} for options in found.options],
+        "kl_alone": [
+            {codec: float(f"{loss:.3g}") for codec, (_, loss) in options.items()} for options in found.options
+        ],
     }
 
 
