@@ -81,6 +81,7 @@ class Tuner:
         cache = scoring.write(self.model, self.windows, self.cache(codecs), copies=1)
         return scoring.in_one_pass(self.model, self.windows, cache).mean().item()
 
+    @torch.inference_mode()
     def nbytes(self, codec: str) -> list[int]:
         """What a request takes in each layer, all with this codec: pages, open ones included, right after its prefill."""
         cache = scoring.write(self.model, self.windows, self.cache(self.uniform(codec)), copies=1)
