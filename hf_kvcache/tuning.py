@@ -3,14 +3,15 @@ tolerance, and what that one loses in truth.
 
 Each layer is coded alone, all others left native, and scored through the cache against the plain one (`scoring.py`). The sums
 of such losses give the front of mixtures (`mixtures.py`). They are nearly right: what was chosen is measured as a whole on the
-same windows, and the sums are corrected by what they were off, until the choice stays. Then it is verified on windows that had
+same windows, and the sums are corrected by what they were off, until the choice stays. (A residual costs more bytes the shorter
+the texts, and spares every layer some loss, so it is chosen along with the codecs.) Then it is verified on windows that had
 no part in the choice, in true decode steps, beside a cache with one codec for all layers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,7 +97,7 @@ class Tuner:
         return found
 
     def options(self, advance: Callable[[], object] = lambda: None) -> list[dict[str, tuple[int, float]]]:
-        """For each layer `{codec: (bytes, loss)}`; `advance` is called after every measurement."""
+        """For each layer `{codec: (bytes, loss)}`, measured; `advance` is called after every measurement."""
         nbytes = {codec: self.nbytes(codec) for codec in self.codecs}
         found = []
         for place in range(len(self.layers)):
@@ -105,6 +106,20 @@ class Tuner:
                 found[-1][codec] = nbytes[codec][place], self.loss(self.alone(place, codec))
                 advance()
         return found
+
+    def likened(self, options: list[dict[str, tuple[int, float]]], to: Tuner) -> list[dict[str, tuple[int, float]]]:
+        """The same for this residual, from the `options` of another one: a codec's losses are multiplied by what they are in all
+        layers together."""
+        nbytes = {codec: self.nbytes(codec) for codec in self.codecs}
+        factors = {codec: self._factor(codec, to) for codec in self.codecs}
+        return [
+            {codec: (nbytes[codec][place], loss * factors[codec]) for codec, (_, loss) in layer.items()}
+            for place, layer in enumerate(options)
+        ]
+
+    def _factor(self, codec: str, other: Tuner) -> float:
+        mine, theirs = (tuner.loss(tuner.uniform(codec)) for tuner in (self, other))
+        return mine / theirs if theirs else 1.0
 
     def within(self, mixtures: Sequence[Mixture], tolerance: float) -> Mixture:
         """The mixture with the fewest bytes of those that were found to lose no more than `tolerance`, measured as a whole."""
@@ -132,11 +147,11 @@ class Tuned:
     Attributes:
         plan: the cache.
         mixture: the codec of each layer that stores something; `nbytes` are those of one request.
-        options: for each of these layers `{codec: (bytes, loss)}`.
-        front: all mixtures worth having; their losses are sums over layers.
+        options: for each of these layers `{codec: (bytes, loss)}`, as measured with the first residual.
+        front: all mixtures worth having with the chosen residual; their losses are sums over layers.
         loss: what the mixture loses as a whole on the windows that it was chosen by.
         verified: what it loses on the other windows; `tolerance` is what it may lose there.
-        beside, beside_nbytes, beside_verified: the codec that would do for all layers, likewise.
+        beside, beside_nbytes, beside_verified: the codec that would do for all layers, with the first residual, likewise.
         difference, stderr: how much more the mixture loses than that, in nats, and the standard error over windows.
     """
 
@@ -164,7 +179,7 @@ class Tuned:
 
 
 def tune(
-    tuner: Tuner,
+    tuners: Sequence[Tuner],
     others: Reference,
     tolerance: float | str,
     budget: int | None = None,
@@ -173,8 +188,8 @@ def tune(
     """Choose and verify.
 
     Args:
-        tuner: measures on the windows to choose by.
-        others: the windows to verify on.
+        tuners: one for each residual to choose from. Layers are measured with the first one.
+        others: windows to verify on.
         tolerance: nats that a token may lose on average; or a codec: no more than that loses.
         budget: bytes of a request: then the smallest loss within it is chosen, else the fewest bytes within the tolerance.
         advance: called after every measurement of a layer.
@@ -182,21 +197,23 @@ def tune(
     Raises:
         ConfigurationError: nothing is as small as the budget.
     """
-    options = tuner.options(advance)
-    mixtures = front(options)
-    if budget is not None and mixtures[0].nbytes > budget:
+    first = tuners[0]
+    options = first.options(advance)
+    fronts = {tuner: front(options if tuner is first else tuner.likened(options, first)) for tuner in tuners}
+    least = min(mixtures[0].nbytes for mixtures in fronts.values())
+    if budget is not None and least > budget:
         raise ConfigurationError(
-            f"a request takes {mixtures[0].nbytes:,} bytes at least and the budget leaves it {budget:,}: ask for a shorter "
-            "context or fewer requests, or allow narrower codecs, larger blocks or a smaller residual."
+            f"a request takes {least:,} bytes at least and the budget leaves it {budget:,}: ask for a shorter context or "
+            "fewer requests, or allow narrower codecs, larger blocks or a smaller residual."
         )
-    limit = tuner.loss(tuner.uniform(tolerance)) if isinstance(tolerance, str) else tolerance
-    sizes = {codec: sum(option[codec][0] for option in options) for codec in tuner.codecs}
-    good = [codec for codec in tuner.codecs if tuner.loss(tuner.uniform(codec)) <= limit]
-    beside = tolerance if isinstance(tolerance, str) else min(good, key=sizes.get, default=NATIVE)
-    uniform = tuner.verify(others, tuner.uniform(beside))
+    limit = first.loss(first.uniform(tolerance)) if isinstance(tolerance, str) else tolerance
+    sizes = {codec: sum(option[codec][0] for option in options) for codec in first.codecs}
+    good = [codec for codec in first.codecs if first.loss(first.uniform(codec)) <= limit]
+    beside = tolerance if isinstance(tolerance, str) else min(good, key=sizes.get)
+    uniform = first.verify(others, first.uniform(beside))
     allowed = uniform.kl.mean().item() if isinstance(tolerance, str) else tolerance
     for _ in range(RETRIES):
-        mixture = tuner.within(mixtures, limit) if budget is None else least_loss(mixtures, budget)
+        tuner, mixture = _chosen(fronts, limit) if budget is None else _fitting(fronts, budget)
         found = tuner.verify(others, mixture.codecs)
         if found.kl.mean() <= allowed or budget is not None:
             break
@@ -206,7 +223,7 @@ def tune(
         plan=tuner.plan(mixture.codecs),
         mixture=mixture,
         options=options,
-        front=mixtures,
+        front=fronts[tuner],
         loss=tuner.loss(mixture.codecs),
         verified=scoring.summary([found]),
         tolerance=allowed,
@@ -216,3 +233,15 @@ def tune(
         difference=more.mean().item(),
         stderr=(more.std() / len(more) ** 0.5).item() if len(more) > 1 else math.nan,
     )
+
+
+def _chosen(fronts: Mapping[Tuner, list[Mixture]], limit: float) -> tuple[Tuner, Mixture]:
+    """The fewest bytes within a tolerance."""
+    found = [(tuner, tuner.within(mixtures, limit)) for tuner, mixtures in fronts.items()]
+    return min(found, key=lambda pair: (pair[1].nbytes, pair[0].loss(pair[1].codecs)))
+
+
+def _fitting(fronts: Mapping[Tuner, list[Mixture]], budget: int) -> tuple[Tuner, Mixture]:
+    """The smallest loss within a budget that some mixture fits."""
+    found = [(tuner, least_loss(mixtures, budget)) for tuner, mixtures in fronts.items()]
+    return min(((t, m) for t, m in found if m is not None), key=lambda pair: pair[0].loss(pair[1].codecs))

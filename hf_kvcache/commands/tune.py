@@ -46,10 +46,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=1, help="requests that share the budget")
     parser.add_argument("--codecs", default=",".join(name for name in CODECS if name != NATIVE), help="to choose from")
     parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument("--residual", type=int, default=64, help="newest positions that stay exact")
+    parser.add_argument(
+        "--residual",
+        default="64,0",
+        help="newest positions that stay exact, to choose from; layers are measured with the first",
+    )
     parser.add_argument("--length", type=int, default=1024, help="tokens of a measured context")
     parser.add_argument("--steps", type=int, default=32, help="decode steps scored after it")
-    parser.add_argument("--windows", type=int, default=8, help="windows of text to choose by, and as many to verify")
+    parser.add_argument("--windows", type=int, default=6, help="windows of text to choose by, and as many to verify")
     parser.add_argument("--out", type=Path, help="file for the plan that KVCache.from_plan reads")
     parser.add_argument("--json", action="store_true", help="print the plan and nothing else")
 
@@ -59,17 +63,18 @@ def main(args: argparse.Namespace) -> int:
     request = Request.of(args)
     console = Console(quiet=args.json)
     model, tokenizer = load(args.model, getattr(torch, args.dtype))
-    length = scoring.settled(args.length, args.block_size, args.residual)
+    length = scoring.settled(args.length, args.block_size, request.residuals[0])
     check_length(model, length + args.steps + 1)
     texts = read_texts(args.texts)
     ids = scoring.windows(tokenizer, texts, 2 * args.windows, length + args.steps + 1).to(model.device)
     with progress() as bar:
         task = bar.add_task("the plain cache, to compare with", total=None)
         mine, others = (scoring.reference(model, part, args.steps) for part in ids.chunk(2))
-        shape = {"block_size": args.block_size, "residual": args.residual, "tokens": request.context or length}
-        tuner = Tuner(model, mine, request.codecs, **shape)
+        shape = {"block_size": args.block_size, "tokens": request.context or length}
+        tuners = [Tuner(model, mine, request.codecs, residual=r, **shape) for r in request.residuals]
+        tuner = tuners[0]
         bar.update(task, description="layers and codecs", total=len(tuner.layers) * len(tuner.codecs))
-        found = tune(tuner, others, request.tolerance, request.budget, lambda: bar.advance(task))
+        found = tune(tuners, others, request.tolerance, request.budget, lambda: bar.advance(task))
     about = protocol(args, model, texts, mine, tuner)
     plan = found.plan.as_dict(model=about.pop("model"), measured=about | measured(found))
     if args.out:
@@ -89,6 +94,7 @@ class Request:
 
     tolerance: float | str
     codecs: list[str]
+    residuals: list[int]
     budget: int | None
     context: int | None
     count: int
@@ -100,7 +106,7 @@ class Request:
         Raises:
             ConfigurationError: for numbers that make no sense and names that are none.
         """
-        for name, least in (("requests", 1), ("windows", 1), ("steps", 1), ("block_size", 8), ("residual", 0)):
+        for name, least in (("requests", 1), ("windows", 1), ("steps", 1), ("block_size", 8)):
             if getattr(args, name) < least:
                 raise ConfigurationError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}.")
         if args.steps >= args.block_size:
@@ -108,17 +114,20 @@ class Request:
                 f"--steps {args.steps} must be less than --block-size {args.block_size}: no block is to be sealed while the "
                 "steps are scored."
             )
-        if args.length < args.block_size + args.residual:
+        residuals = parse_residuals(args.residual, args.block_size)
+        if args.length < args.block_size + max(residuals):
             raise ConfigurationError(
-                f"a context of {args.length} tokens seals no block of {args.block_size} behind the {args.residual} newest "
-                f"ones: ask for --length {args.block_size + args.residual} or more."
+                f"a context of {args.length} tokens seals no block of {args.block_size} behind the {max(residuals)} newest "
+                f"ones: ask for --length {args.block_size + max(residuals)} or more."
             )
         tolerance, codecs = parse_tolerance(args.tolerance), args.codecs.split(",")
         codecs += [tolerance] if isinstance(tolerance, str) else []
         for codec in codecs:
             codec_for(codec)
         budget = parse_bytes(args.budget) // args.requests if args.budget else None
-        return cls(tolerance, codecs, budget, parse_tokens(args.context) if args.context else None, args.requests)
+        return cls(
+            tolerance, codecs, residuals, budget, parse_tokens(args.context) if args.context else None, args.requests
+        )
 
 
 def parse_tolerance(text: str) -> float | str:
@@ -140,6 +149,24 @@ def parse_tolerance(text: str) -> float | str:
             f"{', '.join(CODECS)} to lose no more than that."
         )
     return tolerance
+
+
+def parse_residuals(text: str, block_size: int) -> list[int]:
+    """`64,0` as these numbers.
+
+    Raises:
+        ConfigurationError: for anything else, and for numbers with which blocks are not sealed at the same moments.
+    """
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigurationError(f"--residual {text!r} is none: write whole numbers of tokens, such as 64 or 64,0.")
+    residuals = list(dict.fromkeys(map(int, parts)))
+    if len({residual % block_size for residual in residuals}) > 1:
+        raise ConfigurationError(
+            f"--residual {text} are measured on the same windows, where a block has just been sealed with each: let them "
+            f"differ by multiples of --block-size {block_size}."
+        )
+    return residuals
 
 
 def load(name: str, dtype: torch.dtype):
@@ -264,11 +291,12 @@ def verdict(found: Tuned, request: Request) -> Table:
     steps, more = found.verified.steps, f"{found.difference:+.1e} ± {found.stderr:.1e}"
     table = new_table(
         f"{steps} decode steps after {found.verified.context} tokens of other text",
-        *("cache", "bytes of all requests", "of native", "KL", "top-1"),
+        *("cache", "bytes", "of native", "KL", "top-1"),
         caption=f"chosen - {found.beside}: KL {more} (paired, over windows)",
     )
-    rows = [(f"{found.beside} in all layers", found.beside_nbytes, found.beside_verified)]
-    for name, nbytes, loss in [*rows, ("chosen", found.mixture.nbytes, found.verified)]:
+    rows = [(f"{found.beside}, residual {request.residuals[0]}", found.beside_nbytes, found.beside_verified)]
+    rows += [(f"chosen, residual {found.plan.residual}", found.mixture.nbytes, found.verified)]
+    for name, nbytes, loss in rows:
         share = f"{nbytes / found.front[-1].nbytes:.3f}"
         kl = f"{scoring.readable(loss.kl_mean)} ± {loss.kl_stderr:.0e}"
         table.add_row(name, show_bytes(nbytes * request.count), share, kl, f"{loss.top1:.1%}")
