@@ -3,6 +3,9 @@
 # (PIP_INDEX_URL, PIP_FIND_LINKS, pip.conf, ...) apply. HF_KVCACHE_VENV names another folder than .venv, PYTHON another
 # interpreter than python3.
 
+# Modules are compiled when they are first imported, and that is kept: without it every process compiles torch anew.
+unset PYTHONDONTWRITEBYTECODE
+
 current_step=Start
 trap '[[ $? == 0 ]] || printf "✗ Failed: %s (%d s in all)\n" "$current_step" "$SECONDS" >&2' EXIT
 
@@ -58,7 +61,7 @@ make_venv() {
 }
 
 pip_install() {
-    # Nothing is compiled ahead: of these packages' thousands of files, few are ever imported.
+    # Nothing is compiled ahead: of these packages' thousands of files, few are ever imported. Those are compiled then.
     "$python" -m pip install -qq --disable-pip-version-check --no-compile "$@"
 }
 
