@@ -19,8 +19,6 @@ from eval import generation, models, quality
 from eval.plots import bars
 from hf_kvcache import named
 
-STEPS = 32  # true decode steps that are scored in each of four texts
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -31,6 +29,7 @@ def main() -> None:
     parser.add_argument(
         "--context", type=int, default=1280, help="tokens before the scored steps; beyond a window, its loss shows"
     )
+    parser.add_argument("--steps", type=int, default=32, help="true decode steps that are scored in each of four texts")
     parser.add_argument("--out", type=Path, default=Path("out"))
     args = parser.parse_args()
 
@@ -38,9 +37,9 @@ def main() -> None:
     model, tokenizer = models.load(args.model)
     texts = models.texts()
     prompt = quality.windows(tokenizer, list(texts.values())[:1], 1, args.prompt_tokens)
-    scored = quality.windows(tokenizer, texts.values(), count=4, length=args.context + STEPS + 1)
+    scored = quality.windows(tokenizer, texts.values(), count=4, length=args.context + args.steps + 1)
     with console.status("plain cache: predictions to compare with"):
-        ref = quality.reference(model, scored, steps=STEPS)
+        ref = quality.reference(model, scored, steps=args.steps)
 
     rows = []
     names = ["dynamic", *args.caches.split(",")]
@@ -53,7 +52,7 @@ def main() -> None:
     plain = rows[0]["bytes"]
     table = Table(
         title=f"{args.prompt_tokens} prompt tokens, {args.new_tokens} new ones",
-        caption=f"same: the built-in cache's tokens. KL, top-1: {STEPS} decode steps after {args.context} tokens.",
+        caption=f"same: the built-in cache's tokens. KL, top-1: {args.steps} decode steps after {args.context} tokens.",
     )
     for heading in ("cache", "KV MB", "ratio", "TTFT s", "ITL ms", "same", "KL", "top-1"):
         table.add_column(heading, justify="left" if heading == "cache" else "right")

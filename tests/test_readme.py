@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from eval import models
+
+from .forcing import demo_model
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -41,13 +41,25 @@ def test_every_shell_command_is_run_by_ci():
     assert all(command in ci for command in commands)
 
 
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs a recipe that the README names, on the one demo model of all tests: the JSON of its last line."""
+    monkeypatch.setattr(models, "load", lambda name=None: demo_model())
+
+    def run(recipe: str, *options: object) -> dict:
+        assert f"`python recipes/{recipe}" in README
+        monkeypatch.setattr(sys, "argv", [recipe, *map(str, options)])
+        runpy.run_path(str(ROOT / "recipes" / recipe), run_name="__main__")
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return run
+
+
 @pytest.mark.demo
 @pytest.mark.slow
-def test_the_recipe_compares_caches_and_ends_with_json(tmp_path):
-    command = [sys.executable, "recipes/compare_caches.py", "--caches", "paged,int4,window:128+4"]
-    sizes = ["--prompt-tokens", "200", "--new-tokens", "4", "--context", "320", "--out", str(tmp_path)]
-    done = subprocess.run([*command, *sizes], cwd=ROOT, capture_output=True, text=True, check=True)
-    result = json.loads(done.stdout.splitlines()[-1])
+def test_the_recipe_compares_caches_and_ends_with_json(run, tmp_path):
+    sizes = ["--prompt-tokens", 200, "--new-tokens", 4, "--context", 320, "--steps", 8, "--out", tmp_path]
+    result = run("compare_caches.py", "--caches", "paged,int4,window:128+4", *sizes)
     rows = {row["cache"]: row for row in result["caches"]}
     assert list(rows) == ["dynamic", "paged", "int4", "window:128+4"]
     assert rows["paged"]["same_tokens"] and rows["paged"]["loss"]["kl_mean"] < 1e-6
@@ -58,15 +70,7 @@ def test_the_recipe_compares_caches_and_ends_with_json(tmp_path):
 
 @pytest.mark.demo
 @pytest.mark.slow
-def test_the_recipes_of_reuse_show_what_it_saves(monkeypatch, capsys):
-    monkeypatch.setattr(models, "load", functools.cache(models.load))
-
-    def run(recipe: str, *options: int | str) -> dict:
-        assert f"`python recipes/{recipe}`" in README
-        monkeypatch.setattr(sys, "argv", [recipe, *map(str, options)])
-        runpy.run_path(str(ROOT / "recipes" / recipe), run_name="__main__")
-        return json.loads(capsys.readouterr().out.splitlines()[-1])
-
+def test_the_recipes_of_reuse_show_what_it_saves(run):
     turns = run("chat_session.py", "--turns", 3, "--user-tokens", 20, "--new-tokens", 13)["turns"]
     assert [turn["history"] for turn in turns] == [0, 33, 66] and all(turn["same_token"] for turn in turns)
     assert [turn["found"] for turn in turns] == [0, 32, 64]

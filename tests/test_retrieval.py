@@ -15,7 +15,7 @@ from eval import models, retrieval
 from eval.session import Session
 from hf_kvcache import named
 
-from .forcing import ours, text
+from .forcing import demo_model, ours, text
 
 PROSE = ["It was a warm day. Nobody was in the street! Where had they gone? " * 60, "Call me what you like. " * 200]
 
@@ -211,7 +211,7 @@ def test_the_suite_prints_a_table_that_fits_a_terminal(tmp_path, monkeypatch, ca
 @pytest.mark.demo
 @pytest.mark.slow
 def test_the_demo_model_finds_a_needle_within_the_window_and_none_outside(tmp_path):
-    model, tokenizer = models.load()
+    model, tokenizer = demo_model()
     prose = retrieval.haystack_texts("prose")
     names = ["dynamic", "paged", "int8", "window:200+4"]
     for depth, inside in ((0.25, False), (0.9, True)):
