@@ -17,13 +17,14 @@ from rich.console import Console
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from eval import latency, models, quality, timing
+from eval.__main__ import main
 from eval.records import Record, load
 from eval.session import Session
 from hf_kvcache import KVCache, Window, cache_kwarg, named
 from hf_kvcache.kernels import cpu, dispatch
 
 from .architectures import VOCABULARY, build
-from .forcing import generate, ours, text
+from .forcing import demo_model, generate, ours, text
 
 ROOT = Path(__file__).parents[1]
 
@@ -265,24 +266,6 @@ def test_windows_of_text_are_as_long_as_asked_for():
         quality.windows(Characters(), ["short"], count=1, length=20)
 
 
-@pytest.mark.demo
-@pytest.mark.slow
-def test_the_latency_command_prints_tables_and_writes_records(tmp_path):
-    command = [sys.executable, "-m", "eval", "latency", "--contexts", "64,128", "--batch", "1,2", "--rounds", "3"]
-    done = subprocess.run(
-        [*command, "--caches", "paged,int4", "--prefill", "64", "--out", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    records = load([tmp_path / "results.jsonl"])
-    assert {r.protocol["batch"] for r in records} == {1, 2} and all(r.metrics["slope"] for r in records)
-    assert {"dynamic", "static", "paged", "int4"} <= {r.cache for r in records}
-    assert "decode step" in done.stdout and "first pass over 64 tokens" in done.stdout
-    assert (tmp_path / "latency.png").exists()
-
-
 def saved_model(path: Path) -> str:
     """A tiny model on disk, with a tokenizer of characters."""
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(i): i for i in range(VOCABULARY)}, unk_token=" "))
@@ -292,18 +275,41 @@ def saved_model(path: Path) -> str:
     return str(path)
 
 
+def test_the_latency_command_prints_tables_and_writes_records(tmp_path, capsys):
+    command = ["latency", "--model", saved_model(tmp_path / "model"), "--contexts", "64,128", "--batch", "1,2"]
+    main([*command, "--rounds", "3", "--caches", "paged,int4", "--prefill", "64", "--out", str(tmp_path)])
+    records = load([tmp_path / "results.jsonl"])
+    assert {r.protocol["batch"] for r in records} == {1, 2} and all(r.metrics["slope"] for r in records)
+    assert {"dynamic", "static", "paged", "int4"} <= {r.cache for r in records}
+    printed = capsys.readouterr().out
+    assert "decode step" in printed and "first pass over 64 tokens" in printed
+    assert (tmp_path / "latency.png").exists()
+
+
+@pytest.mark.demo
+@pytest.mark.slow
+def test_all_suites_quickly_on_the_demo_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(models, "load", lambda name, dtype: demo_model())
+    main(["all", "--quick", "--caches", "int4", "--out", str(tmp_path)])
+    metrics = {(r.suite, r.cache): r.metrics for r in load([tmp_path / "results.jsonl"])}
+    assert metrics["quality", "int4"]["kl_mean"] < metrics["quality", quality.KNOWN_BAD]["kl_mean"] / 10
+    assert metrics["retrieval", "int4"]["accuracy"] == metrics["retrieval", "dynamic"]["accuracy"] == 1.0
+    assert metrics["streaming", "window:256+4"]["ratio"] < 1.05 and metrics["streaming", "window:256+0"]["ratio"] > 1.5
+    assert all(metrics["latency", name]["slope_ratio"] for name in ("dynamic", "static", "int4"))
+    assert "At 991 tokens of context: int4 holds" in capsys.readouterr().out
+    assert (tmp_path / "latency.png").exists() and (tmp_path / "report.html").exists()
+
+
 @pytest.mark.slow
 def test_two_processes_measure_what_one_does(tmp_path):
     """`accelerate launch` deals the windows out, on CPUs too: the same numbers but for float noise."""
-    model, found = saved_model(tmp_path / "model"), []
-    two = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "-m"]
-    for launch in ([], two):
-        out = tmp_path / str(len(launch))
-        own = ["eval", "quality", "--model", model, "--lengths", "300", "--windows", "4", "--steps", "8"]
-        command = [sys.executable, "-m", *launch, *own, "--caches", "int4/residual=0", "--out", str(out)]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        found.append(load([out / "results.jsonl"]))
-    for one, two in zip(*found, strict=True):
+    own = ["quality", "--model", saved_model(tmp_path / "model"), "--lengths", "300", "--windows", "4", "--steps", "8"]
+    own += ["--caches", "int4/residual=0", "--out"]
+    main([*own, str(tmp_path / "one")])
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "-m", "eval"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*launch, *own, str(tmp_path / "two")], cwd=ROOT, check=True, capture_output=True, env=environment)
+    for one, two in zip(*(load([tmp_path / n / "results.jsonl"]) for n in ("one", "two")), strict=True):
         assert one.cache == two.cache and two.metrics["steps"] == 32
         assert (one.run["processes"], two.run["processes"]) == (1, 2)
         for key in ("kl_mean", "nll_change", "ppl", "bytes"):
