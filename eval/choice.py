@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hf_kvcache import named
+from hf_kvcache.scoring import NOISE
 
-from .quality import NOISE, NOISE_LIMIT, RECHUNKED
+from .quality import NOISE_LIMIT, RECHUNKED
 from .records import Record
 
 ALIKE = ("device", "threads", "attention", "commit", "hf_kvcache", "torch", "transformers")

@@ -11,8 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from hf_kvcache import cache_kwarg
-
-from .caches import stored_bytes
+from hf_kvcache.contexts import stored_bytes
 
 
 class Clock(BaseStreamer):

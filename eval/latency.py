@@ -13,9 +13,9 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from hf_kvcache import named
+from hf_kvcache import named, scoring
 
-from . import models, plots, quality, timing
+from . import models, plots, timing
 from .records import Record
 from .session import Session
 
@@ -62,8 +62,8 @@ def _measure_all(session: Session, names: list[str], protocol: dict) -> dict[str
     """Metrics by cache."""
     model, batch, rounds = session.model, protocol["batch"], protocol["rounds"]
     texts, tokens = list(models.texts().values())[:1], protocol["prefill"]
-    exact = timing.states(model, quality.windows(session.tokenizer, texts, 1, 1024))
-    ids = quality.windows(session.tokenizer, texts, 1, tokens).repeat(batch, 1).to(model.device)
+    exact = timing.states(model, scoring.windows(session.tokenizer, texts, 1, 1024))
+    ids = scoring.windows(session.tokenizer, texts, 1, tokens).repeat(batch, 1).to(model.device)
     timings: list[timing.Timing] = []
     with session.progress() as progress:
         total = len(protocol["contexts"]) * rounds + (1 + protocol["prefill_rounds"]) * len(names)

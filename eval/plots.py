@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 from matplotlib.transforms import Bbox
 
-from .quality import NOISE, readable
+from hf_kvcache.scoring import NOISE, readable
 
 INK, MUTED = "#24292f", "#7d858f"  # ink becomes the page's text colour, muted is readable on light and dark
 PALETTE = (

@@ -19,8 +19,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hf_kvcache.scoring import NOISE
+
 from .choice import Candidate, Choice, Limits, Model, by_model, compare, scientific
-from .quality import NOISE, RECHUNKED
+from .quality import RECHUNKED
 from .records import Record, load
 from .sections import Gallery, milliseconds, origins, sections, yes
 

@@ -16,7 +16,7 @@ import functools
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,14 +26,15 @@ from rich.table import Table
 from transformers.cache_utils import Cache
 
 from hf_kvcache import KVCache, cache_kwarg, named
+from hf_kvcache.contexts import exact, write
 
 from . import models
-from .contexts import exact, write
 from .records import Record
 from .session import Session
 
 DIGITS = 6
 NEW_TOKENS = DIGITS + 2  # a space, the digits, and one to spare
+BATCH_TOKENS = 12288  # of context in a batch
 INTRODUCTION = "This text gives the numbers of some cities, which are to be remembered.\n\n"
 NEEDLE = " Keep this in mind: the number of {city} is {code}."
 QUESTION = "\n\nWe were told to keep the numbers of some cities in mind. As the text says, the number of {city} is"
@@ -113,28 +114,48 @@ def haystack_texts(kind: str) -> list[str]:
 
 
 @torch.inference_mode()
-def answer(model, tokenizer, cache: Cache, question: Sequence[int]) -> str:
-    """The greedy answer on top of what `cache` holds; ends as soon as it has the digits of a code."""
-    ids, new = torch.tensor([question], device=model.device), []
-    while len(new) < NEW_TOKENS:
+def answer(model, tokenizer, cache: Cache, questions: Sequence[Sequence[int]]) -> list[str]:
+    """The greedy answers to questions of one length, on top of what the rows of `cache` hold; each ends as soon as it has the
+    digits of a code."""
+    ids, texts = torch.tensor(questions, device=model.device), [None] * len(questions)
+    new = ids[:, :0]
+    while None in texts and new.shape[1] < NEW_TOKENS:
         ids = model(ids, **cache_kwarg(cache), logits_to_keep=1).logits[:, -1:].argmax(-1)
-        new.append(ids.item())
-        text = tokenizer.decode(new)
-        if sum(c.isdigit() for c in text) >= DIGITS or new[-1] == tokenizer.eos_token_id:
-            break
-    return text
+        new = torch.cat([new, ids], dim=1)
+        for row, tokens in enumerate(new.tolist()):
+            text = tokenizer.decode(tokens)
+            ended = sum(c.isdigit() for c in text) >= DIGITS or tokens[-1] == tokenizer.eos_token_id
+            if texts[row] is None and (ended or len(tokens) == NEW_TOKENS):
+                texts[row] = text
+    return texts
 
 
-def ask(model, tokenizer, question: Sample, factories: Iterable[Callable], tick: Callable[[], None] = lambda: None):
-    """`[(answer, compressed share)]` of one sample through a new cache of every factory."""
-    context, results = torch.tensor([question.context]), []
-    held = exact(model, context)
-    for make_cache in factories:
-        cache = write(model, context, held, make_cache(model.config))
-        share = cache.stats()["compressed"] if isinstance(cache, KVCache) else None
-        results.append((answer(model, tokenizer, cache, question.question), share))
-        tick()
+def ask(
+    model, tokenizer, samples: Sequence[Sample], factories: Iterable[Callable], tick: Callable[[], None] = lambda: None
+) -> list[list[tuple[str, float | None]]]:
+    """For each sample `[(answer, compressed share)]`, through a new cache of every factory.
+
+    Samples with equally long contexts and questions are the rows of one batch: a step of several costs little more than one.
+    """
+    factories, results = list(factories), [[] for _ in samples]
+    sizes = [(len(one.context), len(one.question)) for one in samples]
+    for rows in _batches(sizes):
+        context = torch.tensor([samples[i].context for i in rows])
+        held = exact(model, context)
+        for make_cache in factories:
+            cache = write(model, context, held, make_cache(model.config))
+            share = cache.stats()["compressed"] if isinstance(cache, KVCache) else None
+            for i, text in zip(rows, answer(model, tokenizer, cache, [samples[i].question for i in rows]), strict=True):
+                results[i].append((text, share))
+                tick()
     return results
+
+
+def _batches(sizes: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
+    """Places of equal `(context, question)` sizes, as many at once as have `BATCH_TOKENS` of context."""
+    for size in dict.fromkeys(sizes):
+        rows, most = [i for i, own in enumerate(sizes) if own == size], max(1, BATCH_TOKENS // size[0])
+        yield from (rows[i : i + most] for i in range(0, len(rows), most))
 
 
 @functools.cache
@@ -207,7 +228,7 @@ def _ask_all(session: Session, progress, names: Sequence[str], protocol: dict, d
     mine, factories = session.share(drawn), [named.cache_factory(name) for name in names]
     bar = progress.add_task(f"{protocol['task']}, {protocol['length']} tokens", total=len(mine) * len(names))
     tick = lambda: progress.advance(bar)  # noqa: E731
-    return session.gather([ask(session.model, session.tokenizer, one, factories, tick) for one in mine])
+    return session.gather(ask(session.model, session.tokenizer, mine, factories, tick))
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

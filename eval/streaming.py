@@ -33,6 +33,7 @@ from .records import Record
 from .session import Session
 
 BIN = 1024  # positions whose tokens make one figure of `by_position`
+QUICK_WINDOW = 256
 
 
 @torch.inference_mode()
@@ -165,11 +166,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(session: Session, args: argparse.Namespace) -> list[Record]:
-    """Run the suite and print it; quick reads no more than three windows."""
-    tokens = min(args.tokens, 3 * args.window) if session.quick else args.tokens
+    """Run the suite and print it; quick reads three short windows."""
+    window, tokens, stride = args.window, args.tokens, args.stride
+    if session.quick:
+        window = min(window, QUICK_WINDOW)
+        tokens, stride = min(tokens, 3 * window), min(stride, window // 2)
     texts = read(session.tokenizer, [name for name in args.texts.split(",") if name], tokens)
     sinks = [int(x) for x in args.sinks.split(",")]
-    records = run(session, texts, window=args.window, sinks=sinks, chunk=args.chunk, stride=args.stride)
+    records = run(session, texts, window=window, sinks=sinks, chunk=args.chunk, stride=stride)
     if session.processes.is_main_process:
         show(records)
     return records

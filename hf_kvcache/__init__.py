@@ -7,6 +7,7 @@ cache = hf_kvcache.QuantizedCache(model.config, bits=4)
 model.generate(**inputs, **hf_kvcache.cache_kwarg(cache))
 """
 
+from . import memory
 from .attention import enable
 from .cache import (
     KVCache,
@@ -24,15 +25,18 @@ from .errors import (
     ConfigurationError,
     IntegrityError,
     KVCacheError,
+    SavedStateError,
+    TierError,
     UnsupportedError,
 )
-from .memory import MemoryReport
-from .metrics import PoolMetrics, ReuseMetrics
+from .memory import diagnose
+from .metrics import PoolMetrics, ReuseMetrics, TierMetrics
 from .pool import BlockPool
 from .prefix import Media, Priority
 from .retention import Everything, Window
 from .session import Pin, Session
-from .tiers import DeviceTier, HostTier
+from .tiers import DeviceTier, DiskTier, HostTier, Ladder
+from .usage import MemoryReport
 
 __version__ = "0.1.0"
 
@@ -44,12 +48,14 @@ __all__ = [
     "CapacityError",
     "ConfigurationError",
     "DeviceTier",
+    "DiskTier",
     "Everything",
     "Fp8Codec",
     "HostTier",
     "IntegrityError",
     "KVCache",
     "KVCacheError",
+    "Ladder",
     "Media",
     "MemoryReport",
     "NativeCodec",
@@ -60,10 +66,15 @@ __all__ = [
     "Priority",
     "QuantizedCache",
     "ReuseMetrics",
+    "SavedStateError",
     "Session",
     "SlidingWindowCache",
+    "TierError",
+    "TierMetrics",
     "UnsupportedError",
     "Window",
     "cache_kwarg",
+    "diagnose",
     "enable",
+    "memory",
 ]

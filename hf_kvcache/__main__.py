@@ -1,5 +1,7 @@
 """`python -m hf_kvcache`."""
 
+import sys
+
 from .cli import main
 
-main()
+sys.exit(main())

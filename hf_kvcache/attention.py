@@ -10,6 +10,7 @@ key length and the compact mask.
 from __future__ import annotations
 
 import logging
+import weakref
 
 import torch
 from transformers import AttentionInterface
@@ -327,4 +328,14 @@ def enable(model: torch.nn.Module) -> torch.nn.Module:
             f"hf_kvcache: {type(model).__name__} keeps its own {text_config._attn_implementation!r} attention; caches stay "
             "right and small with it, but are materialised for every step.",
         )
+    _enabled.add(model)
     return model
+
+
+_enabled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def enabled(config) -> torch.nn.Module | None:
+    """The model that was enabled and has this very config, if there is just one."""
+    found = [model for model in _enabled if model.config is config]
+    return found[0] if len(found) == 1 else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -95,8 +95,8 @@ class BlockTable:
         plans = [self._plan_row(r, int(counts[r]), keep_new) for r in range(rows)]
         opened, old, demoted = self._moving(plans)
         return plans, Demand(
-            open=sum(p.copy + (p.stored - p.direct) + (p.tail > 0) for p in plans),
-            sealed=sum(p.direct - p.cold for p in plans) + len(opened),
+            open=sum(p.copy + p.new_open for p in plans),
+            sealed=sum(p.new_sealed for p in plans) + len(opened),
             cold=sum(p.cold for p in plans) + demoted,
             open_freed=sum(page < 0 or count == self.group.open.refs[page] for page, count in opened.items()),
             sealed_freed=sum(count == self.group.sealed.refs[page] for page, count in old.items()),
@@ -459,6 +459,23 @@ class BlockTable:
             self.group.sealed.retain(self.ids[np.arange(self.ids.shape[1]) < self.n_entries[:, None]])
             for store, ids in held:
                 store.release(ids)
+
+    def restore(
+        self, ids: Sequence[np.ndarray], counts: Sequence[np.ndarray], numbers: Mapping[str, np.ndarray]
+    ) -> None:
+        """Become a batch that was saved: for each row the pages of its entries and the positions in each, and the other numbers
+        of all rows by name. Takes a reference for every entry."""
+        with self.pool.lock:
+            self._start(len(ids))
+            self.n_entries[:] = [len(row) for row in ids]
+            self._reserve_entries(max(self.n_entries, default=0) + 1)
+            for r, (pages, positions) in enumerate(zip(ids, counts, strict=True)):
+                self.ids[r, : len(pages)] = pages
+                self.first[r, 1 : len(pages) + 1] = np.cumsum(positions)
+            for name, array in numbers.items():
+                getattr(self, name)[:] = array
+            for store in self.group.stores:
+                store.retain(self.references(store))
 
     def sealed_until(self, r: int) -> int:
         """Positions of row `r` before the first one that is still open."""

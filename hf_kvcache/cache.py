@@ -5,28 +5,35 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
+import warnings
+import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
-from . import memory
-from .attention import IMPLEMENTATION, CacheLength, KVHandle
+from . import savefile, saving, usage
+from .attention import IMPLEMENTATION, CacheLength, KVHandle, enabled
 from .codecs import Codec, Geometry, NativeCodec, codec_for
 from .codecs.packing import LANES
 from .compiled import CUDA_GRAPHS_END, Traced, TracedHandle, TracedLength, is_compiling
-from .errors import CacheInputError, ConfigurationError
+from .errors import CacheInputError, CacheStateError, ConfigurationError, SavedStateError
+from .identity import Identity
 from .layers import LayerStorage
-from .memory import MemoryReport
 from .passes import LayerGroup
+from .plan_file import CachePlan
 from .pool import BlockPool
 from .retention import Retention, Window, retention_for
 from .rotary import RotaryAngles
+from .savefile import Entry, SavedFile
 from .spec import STATE_ONLY, LayerSpec, specs_from_config
 from .storage import Storage
-from .tiers import HostTier, Tier, tier_for
+from .tiers import DiskTier, HostTier, Tier, tier_for
+from .usage import MemoryReport
 
 
 class KVLayer(CacheLayerMixin):
@@ -139,9 +146,24 @@ class KVCache(Cache):
         )
         self.token_ids: list[np.ndarray] | None = None  # per row, as far as `prepare` was told; see there
         self.told: np.ndarray | None = None  # the padding mask that it was told
+        self._model: weakref.ref | None = None  # who computes, where somebody said so
         storage = Storage(self.pool, [])
         super().__init__(layers=self._build(storage))
         self.storage = storage
+
+    @classmethod
+    def from_plan(cls, config, plan: str | Path | Mapping, **others) -> KVCache:
+        """The cache that a plan describes; `hf-kvcache tune` writes them.
+
+        Args:
+            config: the model's config.
+            plan: the path of a JSON file, or what it holds (see `plan_file.py`).
+            others: choices in place of the plan's: a `pool`, a `tier`, ...
+
+        Raises:
+            ConfigurationError: for what is no plan, or one for another model.
+        """
+        return cls(config, **{**CachePlan.read(plan).choices(specs_from_config(config)), **others})
 
     def _build(self, storage: Storage) -> list:
         """The transformers layers, and behind them the groups that share a table."""
@@ -153,7 +175,7 @@ class KVCache(Cache):
         for (retention, codec, tier), indices in members.items():
             codec.layout(Geometry(1, 1, 1, self.block_size, torch.float32), LANES)  # refuses what cannot be, now
             tier, native = copy.deepcopy(tier), NativeCodec()
-            store = self.pool.group(tuple(indices), codec, self.block_size, tier.resident_tokens is not None, native)
+            store = self.pool.group(tuple(indices), codec, self.block_size, tier.place, native)
             if retention.window is None and tier.resident_tokens is None:
                 self.pool.expect_everything(store)
             group = LayerGroup(retention, tier, store, self.pool, self.residual, self.rotary)
@@ -368,14 +390,181 @@ class KVCache(Cache):
     def __deepcopy__(self, memo) -> KVCache:
         return self.fork()
 
+    # ---- saving -----------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path_or_url: str | os.PathLike,
+        model: torch.nn.Module | None = None,
+        *,
+        input_ids: torch.Tensor | None = None,
+    ) -> None:
+        """Write everything that the cache holds to a file, for `KVCache.load`, in this process or another one.
+
+        What was at `path_or_url` before is replaced in one step when all of it is written, and stays otherwise. Pages are written
+        once, however many rows share them, and empty slots not at all.
+
+        Args:
+            path_or_url: a path, or a URL of any file system that fsspec knows (`s3://...`).
+            model: who computed it. May be left out after `hf_kvcache.enable(model)`, `session.generate(model, ...)` or `load`.
+            input_ids: `[batch, columns]` the ids of what is held, or more, as `generate()` returned them. Without them, those
+                that `prepare` was told count as known, which is what `prepare` of the loaded cache can find again.
+
+        Raises:
+            CacheStateError: there is nothing to save.
+            CacheInputError: nobody said which model computed it, or `input_ids` are not of what is held.
+            ConfigurationError: codec, retention or tier is of a class of your own.
+            UnsupportedError: weights on the meta device.
+            SavedStateError: the file could not be written.
+        """
+        self.storage.settle()
+        if not self.storage.columns or not self.storage.at_rest():
+            raise CacheStateError(
+                "the cache is empty: there is nothing to save. Let the model compute something first."
+            )
+        model = self._who_computes(model)
+        token_ids, told = self._known() if input_ids is None else self._shown_ids(input_ids)
+        said = {
+            "fingerprint": Identity.of(model).fingerprint,
+            "model": type(model).__name__,
+            "class": type(self).__name__ if type(self).__name__ in PRESETS else KVCache.__name__,
+            "block_size": self.block_size,
+            "residual": self.residual,
+            "choices": saving.choices_said(self.choices, self.layer_choices),
+            "states": {},
+        }
+        entries = {}
+        if token_ids is None:
+            warnings.warn(
+                f"nobody said which tokens the cache holds, so prepare() will find nothing in {path_or_url}: "
+                "cache.save(..., input_ids=...) says it.",
+                stacklevel=2,
+            )
+        else:
+            entries["tokens"] = Entry.of(np.concatenate(token_ids).astype(np.int64))
+            entries["tokens.rows"] = Entry.of(np.array([len(row) for row in token_ids], np.int64))
+            entries["tokens.mask"] = Entry.of(told.astype(np.uint8))
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, LinearAttentionLayer):
+                said["states"][index], tensors = _state_said(layer)
+                entries |= {f"state.{index}.{name}": Entry.of(tensor) for name, tensor in tensors.items()}
+        with savefile.writing(path_or_url) as file:
+            saving.save(file, self.storage, said, entries)
+        self._model = weakref.ref(model)
+
+    def _who_computes(self, model: torch.nn.Module | None) -> torch.nn.Module:
+        known = (self._model and self._model()) or self.pool.model or enabled(self.config)
+        if model is None and known is None:
+            raise CacheInputError(
+                "nobody said which model computed this cache, so nobody could check it when it is loaded: use "
+                "cache.save(path, model), or hf_kvcache.enable(model) once."
+            )
+        model = known if model is None else model
+        if specs_from_config(model.config) != self.specs:
+            raise CacheInputError(
+                f"this {type(model).__name__} has other layers than the model that the cache was built for."
+            )
+        if self.pool.identity is not None:
+            self.pool.bind(model)
+        return model
+
+    def _known(self) -> tuple[list[np.ndarray] | None, np.ndarray | None]:
+        """Ids of each row, as far as they are known, and the padding mask."""
+        return self.token_ids, self.told
+
+    def _shown_ids(self, input_ids: torch.Tensor) -> tuple[list[np.ndarray], np.ndarray]:
+        """The same, from the ids of all columns."""
+        batch, columns = self.storage.batch, self.storage.columns
+        ids = input_ids.detach().cpu().numpy()
+        if ids.ndim != 2 or len(ids) != batch or ids.shape[1] < columns:
+            raise CacheInputError(
+                f"input_ids are {ids.shape}, the cache holds {batch} rows of {columns} columns: give the ids of all of them, "
+                "which is what generate() returned."
+            )
+        mask = np.ones((batch, columns), bool) if self.storage.valid is None else self.storage.valid
+        rows = [row[:columns][keep] for row, keep in zip(ids, mask, strict=True)]
+        for r, known in enumerate(self.token_ids or ()):
+            n = batch // len(self.token_ids)
+            for row in rows[r * n : r * n + n] if self._padding_is_as_told() else ():
+                if _common_prefix(known, row) < min(len(known), len(row)):
+                    raise CacheInputError(f"input_ids differ in row {r} from those that prepare() was told.")
+        return rows, mask
+
+    @classmethod
+    def load(
+        cls,
+        path_or_url: str | os.PathLike,
+        model: torch.nn.Module,
+        *,
+        pool: BlockPool | None = None,
+        tier: Tier | str | None = None,
+    ) -> KVCache:
+        """A cache as it was saved, of the class that it had (`KVCache` for a session), ready for `model`:
+        `cache.prepare(ids); model.generate(ids, **cache_kwarg(cache))` goes on where it stopped.
+
+        Everything is checked before it is used: the model's fingerprint, shapes, tables, a checksum of every page. The checksums
+        notice damage, not somebody who means harm: load what you trust.
+
+        Args:
+            path_or_url: what `save` was given.
+            model: the model that computed it.
+            pool: where its pages are taken from; None makes a pool of its own.
+            tier: where old blocks live from now on, in place of the tier that the cache had.
+
+        Raises:
+            SavedStateError: no such file, or it is damaged, of another model or format version, or a cache of another class. A
+                pool that was given is unchanged.
+            CapacityError: the pool has no room; it is unchanged.
+            CacheInputError: the pool holds another model's keys and values.
+        """
+        identity = Identity.of(model)
+        with savefile.reading(path_or_url) as file:
+            saved = SavedFile(file, path_or_url, saving.KIND)
+            with saved.understanding():
+                saving.check_model(saved, model, identity.fingerprint)
+                said = saved.description
+                kind = PRESETS[said["class"]]
+                if not issubclass(kind, cls):
+                    raise SavedStateError(
+                        f"{path_or_url} holds a {kind.__name__}, no {cls.__name__}: KVCache.load takes both."
+                    )
+                choices = saving.choices_from(said["choices"]) | ({} if tier is None else {"tier": tier})
+                if pool is not None:
+                    saved.verify()  # before anything in it changes
+                cache = kind.__new__(kind)
+                sizes = {name: said[name] for name in ("block_size", "residual")}
+                KVCache.__init__(cache, model.config, pool=pool, **sizes, **choices)
+                devices = saving.layer_devices(model, len(cache.specs))
+                cache._take_up(saved, devices)
+            if pool is not None and pool.identity is not None:
+                pool.bind(model)
+            saving.restore(saved, cache.storage, devices)
+        cache._model = weakref.ref(model)
+        return cache
+
+    def _take_up(self, saved: SavedFile, devices: Sequence[torch.device]) -> None:
+        """What a file says of recurrent states, and of the tokens that are held."""
+        for index, state in saved.description["states"].items():
+            _restore_state(self.layers[int(index)], state, saved, f"state.{int(index)}", devices[int(index)])
+        if "tokens" in saved.table:
+            told = saved.array("tokens.mask", (None, None), "U8").astype(bool)
+            counts = saved.array("tokens.rows", (len(told),), "I64")
+            ids = saved.array("tokens", (None,), "I64")
+            saving.require(len(told) > 0 and (counts >= 0).all() and (counts <= len(ids)).all(), "numbers of tokens")
+            saving.require(counts.sum() == len(ids) and saved.description["batch"] % len(told) == 0, "rows of tokens")
+            self.token_ids, self.told = np.split(ids, np.cumsum(counts)[:-1]), told
+
+    # ---- looking ----------------------------------------------------------------------------------------------------
+
     def memory(self) -> MemoryReport:
         """Bytes by tier, what a plain cache would hold, and waste; see `MemoryReport`."""
-        return memory.report(self.storage, sum(_state_bytes(layer) for layer in self.layers))
+        return usage.report(self.storage, sum(_state_bytes(layer) for layer in self.layers))
 
     def stats(self) -> dict:
         """Numbers of what happened so far: tokens by row, blocks by state, tokens sealed, tensors materialised, and the
         share of what was written that a query no longer reads as it was (`compressed`: lossy codes, what a window
-        passed)."""
+        passed), and the bytes that went to a slower tier (`bytes_written`) and were copied back from it (`bytes_read`).
+        """
         tables = [group.table for group in self.storage.groups]
         for table in tables if self.storage.at_rest() else ():
             table.settle()
@@ -388,8 +577,10 @@ class KVCache(Cache):
             "blocks_cold": sum(int(t.n_cold.sum()) for t in tables),
             "tokens_sealed": sum(t.tokens_sealed for t in tables),
             "positions_dropped": sum(int(t.gap.sum()) for t in tables),
-            "compressed": memory.compressed(self.storage),
+            "compressed": usage.compressed(self.storage),
             "materialisations": self.storage.materialisations,
+            "bytes_written": sum(group.tier.bytes_written for group in self.storage.groups),
+            "bytes_read": sum(group.tier.bytes_read for group in self.storage.groups),
         }
 
     def check_integrity(self) -> None:
@@ -476,6 +667,34 @@ def columns_within(mask: np.ndarray, lengths: Sequence[int]) -> int:
     return min(int(fits.argmin()) if not fits.all() else len(fits), mask.shape[1] - 1)
 
 
+def _state_said(layer: LinearAttentionLayer) -> tuple[dict, dict[str, torch.Tensor]]:
+    """What a recurrent layer keeps: numbers, and tensors by name."""
+    states = {"record_past": layer.record_past, "previous": [], "kernel": []}
+    tensors = {}
+    for n in range(layer.number_of_states):
+        states["previous"].append(layer.has_previous_state[n])
+        states["kernel"].append(layer.conv_kernel_size[n])
+        for name, state in (("conv", layer.conv_states[n]), ("recurrent", layer.recurrent_states[n])):
+            if state is not None:
+                tensors[f"{n}.{name}"] = state
+    return states, tensors
+
+
+def _restore_state(layer, said: dict, saved: SavedFile, name: str, device: torch.device) -> None:
+    saving.require(isinstance(layer, LinearAttentionLayer), f"{name} of a layer that has none")
+    layer.record_past = bool(said["record_past"])
+    for n, (previous, kernel) in enumerate(zip(said["previous"], said["kernel"], strict=True)):
+        parts = {part: f"{name}.{n}.{part}" for part in ("conv", "recurrent")}
+        parts = {part: saved.tensor(key).to(device) for part, key in parts.items() if key in saved.table}
+        saving.require(n < layer.number_of_states, f"{name} has a state {n}")
+        tensors = {f"{part}_states": tensor for part, tensor in parts.items()}
+        LinearAttentionLayer.lazy_initialization(layer, **tensors, state_idx=n, conv_kernel_size=kernel)
+        for states, tensor in tensors.items():
+            saving.require(len(tensor) == saved.description["batch"], f"{name} has {len(tensor)} rows")
+            getattr(layer, states)[n] = tensor
+        layer.has_previous_state[n] = bool(previous)
+
+
 def _state_bytes(layer) -> int:
     if not isinstance(layer, LinearAttentionLayer):
         return 0
@@ -524,11 +743,48 @@ class QuantizedCache(KVCache):
 
 
 class OffloadedCache(KVCache):
-    """Everything, exactly; blocks older than the newest `resident_tokens` live in host memory and come back, a layer
-    ahead, while the layer before attends."""
+    """Everything, exactly; blocks older than the newest `resident_tokens` live in host memory or on disk and come back ahead
+    of the attention over them.
 
-    def __init__(self, config, *, resident_tokens: int = 1024, tier: Tier | None = None, **choices):
-        super().__init__(config, tier=tier or HostTier(resident_tokens), **choices)
+    With a `disk_path` they go to a spill file in that folder, of at most `disk_bytes`, once `host_bytes` of host memory are
+    full (0 unless given); without one all of them go to host memory. See `DiskTier` and `HostTier`, which `tier` may also give.
+    """
+
+    def __init__(
+        self,
+        config,
+        *,
+        resident_tokens: int | None = None,
+        host_bytes: int | None = None,
+        disk_path: str | os.PathLike | None = None,
+        disk_bytes: int | None = None,
+        tier: Tier | None = None,
+        **choices,
+    ):
+        limits = {"host_bytes": host_bytes, "disk_path": disk_path, "disk_bytes": disk_bytes}
+        tier = _offload_tier(tier, resident_tokens, limits)
+        super().__init__(config, tier=tier, **choices)
+
+
+def _offload_tier(tier: Tier | None, resident_tokens: int | None, limits: dict) -> Tier:
+    if tier is not None:
+        others = [name for name, x in {"resident_tokens": resident_tokens, **limits}.items() if x is not None]
+        if others:
+            raise ConfigurationError(
+                f"tier={tier!r} says where blocks live, and so does {others[0]}: give one of them."
+            )
+        return tier
+    resident_tokens = 1024 if resident_tokens is None else resident_tokens
+    path, disk_bytes, host_bytes = limits["disk_path"], limits["disk_bytes"], limits["host_bytes"]
+    if path is not None:
+        return DiskTier(resident_tokens, path, host_bytes=host_bytes or 0, disk_bytes=disk_bytes)
+    if disk_bytes is not None:
+        raise ConfigurationError(f"disk_bytes={disk_bytes} limits a file, and there is none without disk_path.")
+    return HostTier(resident_tokens, host_bytes=host_bytes)
+
+
+# What a file may say that a cache was. (A subclass of your own is loaded as the `KVCache` that it is.)
+PRESETS = {kind.__name__: kind for kind in (KVCache, PagedCache, SlidingWindowCache, QuantizedCache, OffloadedCache)}
 
 
 def cache_kwarg(cache: Cache) -> dict[str, Cache]:

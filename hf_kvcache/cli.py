@@ -1,43 +1,34 @@
-"""The command line: `hf-kvcache doctor` says which kernels are in use and why. (Also `python -m hf_kvcache`.)"""
+"""The command line: `hf-kvcache COMMAND`, also `python -m hf_kvcache COMMAND`. What stops a command is said in a sentence,
+with exit code 2."""
 
 from __future__ import annotations
 
 import argparse
-import platform
-
-import torch
-import transformers
-from rich.console import Console
-from rich.table import Table
+import sys
 
 from . import __version__
-from .cache import cache_kwarg
-from .codecs import CODECS
-from .kernels import cpu, cuda
+from .commands import diagnose, doctor, plan, tune
+from .errors import KVCacheError
+
+# A command is a module with `HELP`, `configure(parser)` and `main(args)`, which returns the exit code (None is 0).
+COMMANDS = {"doctor": doctor, "plan": plan, "diagnose": diagnose, "tune": tune}
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run a command; without one, print the help."""
-    parser = argparse.ArgumentParser(prog="hf-kvcache", description=__doc__)
+def main(argv: list[str] | None = None) -> int:
+    """Run a command and return its exit code; without a command, print the help."""
+    parser = argparse.ArgumentParser(
+        prog="hf-kvcache", description="Caches for Transformers: what is in use, what fits."
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command")
-    commands.add_parser("doctor", help="which kernels are in use, and why")
+    for name, command in COMMANDS.items():
+        command.configure(commands.add_parser(name, help=command.HELP, description=command.__doc__))
     args = parser.parse_args(argv)
-    if args.command == "doctor":
-        doctor()
-    else:
+    if args.command is None:
         parser.print_help()
-
-
-def doctor() -> None:
-    """Print what this installation uses."""
-    table = Table(title=f"hf_kvcache {__version__}", show_header=False)
-    table.add_row(
-        "python, torch, transformers", f"{platform.python_version()}, {torch.__version__}, {transformers.__version__}"
-    )
-    table.add_row("keyword for a cache", next(iter(cache_kwarg(None))))
-    table.add_row("CPU kernels", cpu.status())
-    table.add_row("threads", str(torch.get_num_threads()))
-    table.add_row("CUDA kernels", cuda.status())
-    table.add_row("codecs", ", ".join(CODECS))
-    Console().print(table)
+        return 0
+    try:
+        return COMMANDS[args.command].main(args) or 0
+    except KVCacheError as error:
+        print(f"hf-kvcache {args.command}: {error}", file=sys.stderr)
+        return 2

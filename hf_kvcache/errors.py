@@ -44,8 +44,26 @@ class CapacityError(KVCacheError, RuntimeError):
         return CapacityError(self.message, **numbers, longest=longest)
 
 
+class TierError(KVCacheError, OSError):
+    """Blocks could not be written to a slower tier, or not be read back as they were; the cache is as before the pass, which
+    may be repeated.
+
+    Attributes:
+        offset: where in its file, in bytes; None where that is not known.
+    """
+
+    def __init__(self, message: str, offset: int | None = None):
+        super().__init__(message)
+        self.offset = offset
+
+
 class UnsupportedError(KVCacheError, NotImplementedError):
     """A model or a call needs something that this cache cannot do; the message names what can."""
+
+
+class SavedStateError(KVCacheError, RuntimeError):
+    """Saved state could not be written or read: no such place, a full disk, another model or format version, a damaged file. What
+    was there before a save still is; what a cache or pool holds is unchanged."""
 
 
 class IntegrityError(KVCacheError, AssertionError):

@@ -21,6 +21,7 @@ except ImportError:  # Windows: a file that is open there cannot be removed, whi
     fcntl = None
 
 TEMPORARY = ".hfkv-tmp"
+RUN = 1 << 20  # bytes read or written at a time
 
 
 def checksums(rows: np.ndarray) -> np.ndarray:
@@ -32,10 +33,42 @@ def checksums(rows: np.ndarray) -> np.ndarray:
     nbytes = rows.shape[1]
     if nbytes % 4:
         rows = np.pad(rows, ((0, 0), (0, -nbytes % 4)))
-    words = np.ascontiguousarray(rows).view("<u4").astype(np.uint64)
+    words = np.ascontiguousarray(rows).view("<u4")
     weights = (np.arange(1, words.shape[1] + 1, dtype=np.uint64) * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)
     with np.errstate(over="ignore"):
-        return (words * (weights | np.uint64(1))).sum(axis=1, dtype=np.uint64) + np.uint64(nbytes)
+        sums = np.einsum("ij,j->i", words, weights | np.uint64(1), dtype=np.uint64, casting="unsafe")
+        return sums + np.uint64(nbytes)
+
+
+def runs(offsets: np.ndarray, nbytes: int) -> list[tuple[int, int]]:
+    """`[start, stop)` of rows of `nbytes` bytes that follow one another in a file, none longer than `RUN` bytes."""
+    longest, found, start = max(1, RUN // nbytes), [], 0
+    for i in range(1, len(offsets) + 1):
+        if i == len(offsets) or i - start == longest or offsets[i] != offsets[i - 1] + nbytes:
+            found.append((start, i))
+            start = i
+    return found
+
+
+def read_rows(descriptor: int, offsets: np.ndarray, sums: np.ndarray, rows: np.ndarray) -> tuple[int, str] | None:
+    """Fill `rows` (uint8 `[n, nbytes]`) from `offsets` (`[n]`) of a file and compare with their checksums (`[n]`); the first
+    row that is not right, and why, or None. (`kernels/cpu.py` has the same in one native call.)"""
+    nbytes = rows.shape[1]
+    for start, stop in runs(offsets, nbytes):
+        data, offset = memoryview(rows[start:stop]).cast("B"), int(offsets[start])
+        while len(data):
+            row = stop - 1 - (len(data) - 1) // nbytes
+            try:
+                count = os.preadv(descriptor, [data], offset)
+            except OSError as error:
+                return row, str(error.strerror)
+            if count == 0:
+                return row, f"the file ends {len(data)} bytes early"
+            data, offset = data[count:], offset + count
+        wrong = np.nonzero(checksums(rows[start:stop]) != sums[start:stop])[0]
+        if len(wrong):
+            return start + int(wrong[0]), "they are not what was written (another checksum)"
+    return None
 
 
 def temporary(folder: Path, name: str = "") -> tuple[Path, BinaryIO]:
@@ -49,21 +82,32 @@ def temporary(folder: Path, name: str = "") -> tuple[Path, BinaryIO]:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which takes the place of `path` at the end of the block, on disk, in one step. After an error, or where
-    the process dies, `path` is as it was before."""
+def replacing(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
+    """A file to write to, which takes the place of `path` at the end of the block, in one step. After an error, or where the
+    process dies, `path` is as it was before; with `durable` also where the machine does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new, file = temporary(path.parent, path.name)
     try:
         with file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
             os.replace(new, path)
-        _sync_folder(path.parent)
+        if durable:
+            _sync_folder(path.parent)
     except BaseException:
         new.unlink(missing_ok=True)
         raise
+
+
+def claim(path: Path) -> BinaryIO | None:
+    """A file that stands for something only one may use: locked until it is closed, None where somebody else has it."""
+    file = open(path, "a+b")  # noqa: SIM115 - whoever asked for it closes it
+    if _lock(file):
+        return file
+    file.close()
+    return None
 
 
 def remove_leftovers(folder: Path) -> list[Path]:

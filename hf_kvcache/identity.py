@@ -12,7 +12,8 @@ import torch
 
 from .errors import UnsupportedError
 
-CHUNK = 1 << 20  # values that are summed at a time
+CHUNK = 1 << 20  # values that are summed up
+PIECE = 1 << 16  # values at a time: on a CPU they stay in its cache
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # integers as wide as a value; wider ones are taken apart
 
 _known: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, Identity]] = weakref.WeakKeyDictionary()
@@ -51,6 +52,12 @@ class Identity:
         if model not in _known or _known[model][0] != state:
             _known[model] = state, cls._computed(model)
         return _known[model][1]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of weights and adapters, the same in every process and on every device."""
+        used = "".join(f"\n{name} {digest.hex()} {merged}" for name, digest, merged in self.adapters)
+        return hashlib.sha256(self.weights + used.encode()).hexdigest()
 
     @classmethod
     def _computed(cls, model: torch.nn.Module) -> Identity:
@@ -98,10 +105,13 @@ def _checksum(name: str, tensor: torch.Tensor) -> bytes:
     bits = tensor.detach().reshape(-1)
     bits = bits.view(BITS.get(bits.element_size(), torch.int32))
     places = torch.arange(1, min(CHUNK, len(bits)) + 1, device=bits.device) * 0x9E3779B97F4A7C1  # odd; sums wrap around
-    sums = []
+    sums, step = [], CHUNK if bits.is_cuda else PIECE
     for chunk in bits.split(CHUNK):
-        chunk = chunk.long()
-        sums += [chunk.sum(), (chunk * places[: len(chunk)]).sum()]
+        plain = weighted = 0
+        for piece, place in zip(chunk.split(step), places.split(step), strict=False):
+            wide = piece.long()
+            plain, weighted = plain + wide.sum(), weighted + wide.mul_(place[: len(piece)]).sum()
+        sums += [plain, weighted]
     return torch.stack(sums).cpu().numpy().tobytes() if sums else b""
 
 

@@ -7,7 +7,9 @@ input, and merges the two. (A lossy codec without a residual seals a block with 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,7 @@ import numpy as np
 import torch
 
 from .codecs import Geometry
-from .errors import CacheInputError, CacheStateError, UnsupportedError
+from .errors import CacheInputError, CacheStateError, TierError, UnsupportedError
 from .kernels import dispatch, reference
 from .kernels.base import Pages, Rotation, View
 from .kernels.merge import merge, with_sink_logits
@@ -26,6 +28,9 @@ from .spec import LayerSpec
 
 if TYPE_CHECKING:
     from .storage import Storage
+
+
+COPIED = 4 << 20  # bytes of pages that are copied at a time on their way to a slower tier
 
 
 class Fresh:
@@ -62,6 +67,7 @@ class LayerStorage:
             CacheInputError: another shape, dtype, device or batch size than the cache holds; nothing was stored.
             CacheStateError: an earlier pass stopped halfway.
             CapacityError: the pool has no room; nothing was stored.
+            TierError: a slower tier could not be written to; the cache is as before the pass.
         """
         self._check(k, v)
         storage = self.storage
@@ -70,6 +76,8 @@ class LayerStorage:
         storage.begin(k)
         try:
             return self._append(k, v)
+        except TierError:
+            raise  # undone already
         except BaseException:
             storage.undo()  # nothing was stored in any layer yet
             raise
@@ -87,20 +95,19 @@ class LayerStorage:
                 f"{storage.columns}: an earlier forward pass stopped halfway. Call reset(), or crop() to before it."
             )
         if self.geometry is None:
-            self._bind(k, v)
-        self._store(step.plan, *((k, v) if step.tokens is None else _compact(k, v, step.tokens)))
+            self.bind(Geometry(k.shape[1], k.shape[3], v.shape[3], self.block_size, k.dtype), k.device)
+        with self._undone_by_faults():
+            self._store(step.plan, *((k, v) if step.tokens is None else _compact(k, v, step.tokens)))
         self.columns = storage.columns
         return Fresh(self, step, k, v)
 
     def _check(self, k: torch.Tensor, v: torch.Tensor) -> None:
         shape = (k.shape[1], k.shape[3], v.shape[3])
         if self.geometry is None:
-            spec = self.spec
-            expected = (spec.kv_heads, spec.k_dim, spec.v_dim)
-            if spec.kv_heads is not None and shape != expected and not _is_shard(shape, expected):
+            if not self.spec.suits(shape):
                 raise CacheInputError(
                     f"layer {self.layer} was given (kv_heads, k_dim, v_dim) = {shape}, the config that the cache was built "
-                    f"from says {expected}: build the cache from this model's config."
+                    f"from says {self.spec.shape}: build the cache from this model's config."
                 )
             return
         g = self.geometry
@@ -129,17 +136,14 @@ class LayerStorage:
                 if store.is_vacant(self.index) and not store.holds(self.index, geometry, device):
                     store.bind(self.index, geometry, device)
 
-    def _bind(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        geometry = Geometry(k.shape[1], k.shape[3], v.shape[3], self.block_size, k.dtype)
-        for store in self.group.store.stores:
-            if not store.holds(self.index, geometry, k.device):
-                if not store.is_vacant(self.index):
-                    raise CacheInputError(
-                        f"the pool holds layer {self.layer} as {store.pages[self.index].geometry}, this cache has {geometry} "
-                        f"on {k.device}: caches that share a pool must serve one model in one dtype in one place."
-                    )
-                store.bind(self.index, geometry, k.device)
-        self.geometry, self.device = geometry, k.device
+    def bind(self, geometry: Geometry, device: torch.device) -> None:
+        """Have pages of this shape on `device`.
+
+        Raises:
+            CacheInputError: the pool has others.
+        """
+        self.group.store.bind(self.index, self.layer, geometry, device)
+        self.geometry, self.device = geometry, device
 
     def take_over(self, columns: int) -> None:
         """Hold columns that another cache has computed and stored."""
@@ -167,13 +171,30 @@ class LayerStorage:
         if len(plan.encode_ids):
             self._encode(store.sealed.layer(self.index), plan.encode_ids, k, v, plan.encode_places)
         if len(plan.cold_ids):
-            self._encode(store.cold.layer(self.index), plan.cold_ids, k, v, plan.cold_places)
+            self._encode_cold(store.cold.layer(self.index), plan.cold_ids, k, v, plan.cold_places)
         if plan.seals.size:
             source, target = plan.seals
             dispatch.seal_pages(store.sealed.layer(self.index), target, opened, source)
         if plan.demotes.size:
-            source, target = plan.demotes
-            store.cold.layer(self.index).put_raw(target, store.sealed.layer(self.index).raw(source))
+            (source, target), sealed, cold = plan.demotes, store.sealed.layer(self.index), store.cold.layer(self.index)
+            for part in self._parts_of(target, cold):
+                cold.put_raw(target[part], sealed.raw(source[part]))
+
+    def _parts_of(self, ids: np.ndarray, cold: Pages) -> list[slice]:
+        """Slices of `ids` whose pages a copy of may be in memory; they are on their way to a slower tier."""
+        self.group.tier.bytes_written += len(ids) * cold.layout.nbytes
+        step = max(1, COPIED // cold.layout.nbytes)
+        return [slice(start, start + step) for start in range(0, len(ids), step)]
+
+    def _encode_cold(self, cold: Pages, ids: np.ndarray, k: torch.Tensor, v: torch.Tensor, places: np.ndarray) -> None:
+        for part in self._parts_of(ids, cold):
+            if not cold.in_file(ids[part]).any():
+                self._encode(cold, ids[part], k, v, places[part])
+                continue
+            n = len(ids[part])
+            pages = cold.over(torch.empty((n, cold.layout.nbytes), dtype=torch.uint8, device=k.device))
+            self._encode(pages, np.arange(n, dtype=np.int32), k, v, places[part])
+            cold.put_raw(ids[part], pages.slabs[0])
 
     def _encode(self, pages, ids: np.ndarray, k: torch.Tensor, v: torch.Tensor, places: np.ndarray) -> None:
         if not pages.codec.lossless:
@@ -257,29 +278,48 @@ class LayerStorage:
         view = step.newest(stored.view, q.shape[2], rope)
         if not stored.n_cold.any():
             return dispatch.decode(q, sealed, opened, view, scale, softcap)
-        far, pages = self._bring_back(view, stored.n_cold, step, q.device)
-        return merge(
-            dispatch.decode(q, pages, opened, far, scale, softcap),
-            dispatch.decode(q, sealed, opened, view.narrowed(stored.n_cold, view.entry_end), scale, softcap),
-        )
+        cold, rest = step.split(view, stored.n_cold)
+        with self._undone_by_faults():
+            arriving = self._bring_back(cold, step, q.device)
+            part = dispatch.decode(q, sealed, opened, rest, scale, softcap)
+            for pages, view in arriving:
+                part = merge(part, dispatch.decode(q, pages, opened, view, scale, softcap))
+        return part
 
-    def _bring_back(self, view: View, n_cold: np.ndarray, step: Step, device: torch.device) -> tuple[View, Pages]:
-        """The cold entries of a view and pages that a kernel can read; the next layer's begin their way as well."""
+    def _bring_back(self, view: View, step: Step, device: torch.device) -> Iterator[tuple[Pages, View]]:
+        """Parts of a view of cold entries, with pages that a kernel can read; the next layer's begin their way as well."""
         cold, tier = self.group.store.cold, self.group.tier
-        ids = np.concatenate([view.ids[r, :n] for r, n in enumerate(n_cold)])
-        pages, moved = tier.fetch((step.number, self.index), cold.layer(self.index), ids, device)
+        arriving = tier.read((step.number, self.index), cold.layer(self.index), view, device)
         following = self.index + 1
         if following < len(cold.pages) and cold.pages[following] is not None:
             # What this pass made cold reaches the next layer's pages only when that layer appends.
-            settled = ids[~np.isin(ids, np.concatenate([step.plan.demotes[1], step.plan.cold_ids]))]
+            fresh = np.concatenate([step.plan.demotes[1], step.plan.cold_ids])
             there = self.group.store.sealed.device(following)
-            tier.prefetch((step.number, following), cold.layer(following), settled, there)
-        table = view.ids
-        if moved is not ids:
-            table = view.ids.copy()
-            for r, part in enumerate(np.split(moved, np.cumsum(n_cold)[:-1])):
-                table[r, : len(part)] = part
-        return replace(view, ids=table, n_sealed=n_cold, entry_end=n_cold), pages
+            tier.prefetch((step.number, following), cold.layer(following), view, there, fresh)
+        return arriving
+
+    @contextlib.contextmanager
+    def _undone_by_faults(self):
+        """A fault of a slower tier in this block undoes the pass, and is told with the layer and the block."""
+        try:
+            yield
+        except TierError as error:
+            where = self._block_at(error.offset)
+            self.storage.undo()
+            raise TierError(
+                f"layer {self.layer}{where}: {error}. The cache is as before this pass: repeat it, or reset() the cache and "
+                "prefill again."
+            ) from error
+
+    def _block_at(self, offset: int | None) -> str:
+        """Which block of which row is at a place of the spill file."""
+        table, pages = self.group.table, self.group.store.cold.pages[self.index]
+        for row in range(table.rows if offset is not None else 0):
+            ids = table.ids[row, : table.n_cold[row]]
+            found = np.nonzero(pages.in_file(ids) & (pages.addresses[ids] == offset))[0]
+            if len(found):
+                return f", block {found[0]} of row {row}"
+        return ""
 
     def _over_input(self, q, fresh: Fresh, step: Step, rope, scale: float, softcap: float | None):
         """`(out, lse)` over the new tokens as they came in, row by row where columns are missing."""
@@ -323,7 +363,8 @@ class LayerStorage:
                     "first; where that fails, use a cache that keeps everything."
                 )
             storage.materialisations += 1
-            fresh.materialised = self._materialise(fresh, step)
+            with self._undone_by_faults():
+                fresh.materialised = self._materialise(fresh, step)
         return fresh.materialised
 
     def _materialise(self, fresh: Fresh, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
@@ -366,13 +407,6 @@ class LayerStorage:
                 "example with .clone()) before the next pass."
             )
         return fresh.step
-
-
-def _is_shard(shape: tuple[int, int, int], whole: tuple[int, int, int]) -> bool:
-    """Whether this is what one of several tensor-parallel processes holds of a layer: some of its heads."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized() or shape[1:] != whole[1:]:
-        return False
-    return whole[0] % shape[0] == 0 and whole[0] <= shape[0] * torch.distributed.get_world_size()
 
 
 def _compact(k: torch.Tensor, v: torch.Tensor, tokens: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

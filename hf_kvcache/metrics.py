@@ -84,6 +84,25 @@ class ReuseCounter:
 
 
 @dataclass(frozen=True)
+class TierMetrics:
+    """A tier behind the device at one moment. A block counts once for each group of layers.
+
+    Attributes:
+        blocks, bytes: what it holds.
+        stores, restores: blocks that came to it, and that came back to the device from it.
+        evictions: blocks given up for lack of room, whether they went to a slower tier or nowhere.
+        failures: stores and reads that went wrong, damaged blocks among them. Each was a block less to be found.
+    """
+
+    blocks: int
+    bytes: int
+    stores: int
+    restores: int
+    evictions: int
+    failures: int
+
+
+@dataclass(frozen=True)
 class PoolMetrics:
     """A pool at one moment. A block counts once for each group of layers: a pool of caches whose layers are all alike has
     one group.
@@ -102,6 +121,7 @@ class PoolMetrics:
         allocation_failures: passes refused for lack of room.
         block_lifetime: seconds from when a block was entered into the index to when it was given up.
         reuse_gap: seconds from when a block was last in use to when it was used again.
+        tiers: what each tier behind the device says, by name. (A ladder that serves several pools says it to each.)
     """
 
     blocks_used: int
@@ -119,6 +139,7 @@ class PoolMetrics:
     allocation_failures: int
     block_lifetime: Histogram
     reuse_gap: Histogram
+    tiers: dict[str, TierMetrics]
 
     def prometheus(self) -> str:
         """The text that a Prometheus server scrapes."""
@@ -140,6 +161,10 @@ class PoolMetrics:
         add("prefix_recent_hit_ratio", "gauge", self.reuse.recent_hit_rate)
         add("evictions_total", "counter", {f'{{reason="{reason}"}}': n for reason, n in sorted(self.evictions.items())})
         add("allocation_failures_total", "counter", self.allocation_failures)
+        for name in ("blocks", "bytes", "stores", "restores", "evictions", "failures") if self.tiers else ():
+            kind, ending = ("gauge", "") if name in ("blocks", "bytes") else ("counter", "_total")
+            values = {f'{{tier="{tier}"}}': getattr(said, name) for tier, said in self.tiers.items()}
+            add(f"tier_{name}{ending}", kind, values)
         for name, histogram in (("block_lifetime_seconds", self.block_lifetime), ("reuse_gap_seconds", self.reuse_gap)):
             lines.append(f"# TYPE hf_kvcache_{name} histogram")
             lines.extend(histogram.lines(f"hf_kvcache_{name}"))

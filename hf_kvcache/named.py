@@ -1,8 +1,9 @@
 """Caches by name, as command lines write them: ours and the built-in ones beside which they are measured.
 
-A name is `kind[:argument][/option=value ...]`: `paged`, `window:1024+4`, `offloaded:256`, `int4`, `k4v2/residual=128`,
-`dynamic` (the built-in one). A codec as an option gives layers one of their own: in `int2/block_size=32/int8=0-3+29` the
-first four layers and the last of thirty have 8 bits.
+A name is `kind[:argument][/option=value ...]`: `paged`, `window:1024+4`, `offloaded:256`, `disk:256`, `int4`,
+`k4v2/residual=128`, `dynamic` (the built-in one). A codec as an option gives layers one of their own: in
+`int2/block_size=32/int8=0-3+29` the first four layers and the last of thirty have 8 bits. `plan:PATH` is the cache that a
+plan describes (`plan_file.py`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from collections.abc import Callable
 from transformers import DynamicCache, StaticCache, cache_utils
 from transformers.cache_utils import Cache
 
-from .cache import OffloadedCache, PagedCache, QuantizedCache, SlidingWindowCache
+from .cache import KVCache, OffloadedCache, PagedCache, QuantizedCache, SlidingWindowCache
 from .codecs import CODECS
+from .plan_file import CachePlan
+from .tiers import DiskTier
 
-EXACT = ("dynamic", "static", "paged", "offloaded")  # kinds that give back what they were given
+EXACT = ("dynamic", "static", "paged", "offloaded", "disk")  # kinds that give back what they were given
 BUILT_IN = ("dynamic", "static", "hf-fp8", "hf-hqq4", "hf-quanto4")
+PLAN = "plan"  # kind of a cache whose choices are in a file
 DEFAULT = ("paged", "window:1024+4", "int8", "int4", "int2", "fp8", "offloaded:1024")
 
 
@@ -28,6 +32,10 @@ def _window(config, argument: str, **options) -> Cache:
 
 def _offloaded(config, argument: str, **options) -> Cache:
     return OffloadedCache(config, resident_tokens=int(argument or 1024), **options)
+
+
+def _disk(config, argument: str, **options) -> Cache:
+    return KVCache(config, tier=DiskTier(int(argument or 1024)), **options)
 
 
 def _quantized(codec: str) -> Callable[..., Cache]:
@@ -47,6 +55,7 @@ KINDS: dict[str, Callable[..., Cache]] = {
     "paged": lambda config, argument, **options: PagedCache(config, **options),
     "window": _window,
     "offloaded": _offloaded,
+    "disk": _disk,
     **{name: _quantized(name) for name in CODECS if name != "native"},
 }
 
@@ -56,11 +65,15 @@ def cache_factory(name: str) -> Callable[..., Cache]:
 
     Raises:
         ValueError: for a name that is none; the message lists the kinds.
+        ConfigurationError: for a plan that is none.
     """
+    if kind_of(name) == PLAN:
+        plan = CachePlan.read(name.removeprefix(f"{PLAN}:")).as_dict()
+        return lambda config: KVCache.from_plan(config, plan)
     head, *pairs = name.split("/")
     kind, _, argument = head.partition(":")
     if kind not in KINDS:
-        raise ValueError(f"no cache is called {kind!r}; kinds are {', '.join(KINDS)}.")
+        raise ValueError(f"no cache is called {kind!r}; kinds are {', '.join([*KINDS, PLAN])}.")
     options, layers = {}, {}
     for option, value in (pair.split("=", 1) for pair in pairs):
         if option in CODECS:

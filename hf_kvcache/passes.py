@@ -59,7 +59,7 @@ class Step:
     sinks: int
     narrowed: dict[int, Step] = field(default_factory=dict)
     rotations: dict[torch.device, Rotation] = field(default_factory=dict)
-    views: dict[tuple, View] = field(default_factory=dict)
+    views: dict[tuple, View | tuple[View, View]] = field(default_factory=dict)
     number: int = field(default_factory=itertools.count().__next__)
     checked: bool = False
 
@@ -74,6 +74,14 @@ class Step:
         if key not in self.views:
             begin, end = (np.ascontiguousarray(x[:, -m:]) for x in (view.begin, view.end))
             self.views[key] = replace(view, begin=begin, end=end, rope=rope and newest_angles(rope, m))
+        return self.views[key]
+
+    def split(self, view: View, n_cold: np.ndarray) -> tuple[View, View]:
+        """The cold entries of `view`, and the others. Kept for the pass, as above."""
+        key = (id(view), "split")
+        if key not in self.views:
+            cold = replace(view, n_sealed=n_cold, entry_end=n_cold)
+            self.views[key] = cold, view.narrowed(n_cold, view.entry_end)
         return self.views[key]
 
 

@@ -60,6 +60,16 @@ class RowPlan:
     def stored(self) -> int:
         return self.blocks - (self.skip_to - self.skip_from)
 
+    @property
+    def new_open(self) -> int:
+        """Open pages of the new blocks."""
+        return self.stored - self.direct + (self.tail > 0)
+
+    @property
+    def new_sealed(self) -> int:
+        """Pages of the new blocks that are sealed at once and stay on the device."""
+        return self.direct - self.cold
+
 
 @dataclass
 class Actions:

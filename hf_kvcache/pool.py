@@ -6,23 +6,31 @@ stays findable, and makes room when a limit would be passed.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from . import capacity
 from .codecs import Codec
+from .cold import ColdMemory, Place, Wanted
 from .errors import CacheInputError, CacheStateError, CapacityError, ConfigurationError, IntegrityError
 from .identity import Identity
 from .metrics import PoolMetrics, ReuseCounter
 from .pages import GroupStore, PageStore
-from .prefix import Node, PrefixIndex, Root
+from .prefix import Below, Match, Node, PrefixIndex, Root, Slot
+from .tiers.ladder import Ladder
+
+if TYPE_CHECKING:
+    from .saved_prefixes import Restored
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,7 @@ class BlockPool:
             pass of `model` needs beside it (`capacity.py`), as `capacity_bytes`.
         model: the model of `memory_fraction`.
         block_size: positions per block of the caches that do not say otherwise.
+        ladder: slower tiers that take over what is given up for lack of room, and from where it comes back.
         poison: fill fresh and freed pages with NaN, so that reading a slot that holds no token shows. For tests.
         clock: seconds, for priorities and metrics. For tests.
 
@@ -109,6 +118,7 @@ class BlockPool:
         memory_fraction: float | None = None,
         model: torch.nn.Module | None = None,
         block_size: int = 16,
+        ladder: Ladder | None = None,
         poison: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -122,9 +132,10 @@ class BlockPool:
         for name, value in (("capacity_tokens", capacity_tokens), ("capacity_bytes", capacity_bytes)):
             if value is not None and value <= 0:
                 raise ConfigurationError(f"{name}={value} leaves no room for a single token; give a positive number.")
-        self.config, self.block_size, self.poison = config, block_size, poison
+        self.config, self.block_size, self.ladder, self.poison = config, block_size, ladder, poison
         self.capacity_tokens, self.capacity_bytes = capacity_tokens, capacity_bytes
         self.groups: dict[tuple, GroupStore] = {}
+        self.cold: dict[Place, ColdMemory] = {}
         self.tables = weakref.WeakSet()  # the `BlockTable`s that take pages from here
         self.lock = Lock()
         self.prefixes = PrefixIndex(clock)
@@ -132,17 +143,23 @@ class BlockPool:
         self.failures = 0
         self._model: tuple[Identity, weakref.ref] | None = None  # whose keys and values are here
 
-    def group(self, layers: tuple[int, ...], codec: Codec, block_size: int, tiered: bool, native: Codec) -> GroupStore:
-        """The stores for `layers` with this codec and block size; made at the first call, shared afterwards."""
+    def group(
+        self, layers: tuple[int, ...], codec: Codec, block_size: int, place: Place | None, native: Codec
+    ) -> GroupStore:
+        """The stores for `layers` with this codec, block size and place of cold pages (None: there are none); made at the
+        first call, shared afterwards."""
         with self.lock:
-            key = (layers, codec.name, block_size, tiered)
+            key = (layers, codec.name, block_size, place)
             if key not in self.groups:
-                make = lambda codec, host: PageStore(  # noqa: E731
-                    codec, len(layers), self.lock, self.prefixes, host=host, poison=self.poison
+                make = lambda codec, cold: PageStore(  # noqa: E731
+                    codec, len(layers), self.lock, self.prefixes, cold=cold, poison=self.poison
                 )
-                open_ = make(native, False)
-                sealed = open_ if codec.lossless else make(codec, False)
-                self.groups[key] = GroupStore(open_, sealed, make(codec, True) if tiered else None, block_size)
+                open_ = make(native, None)
+                sealed = open_ if codec.lossless else make(codec, None)
+                if place is not None and place not in self.cold:
+                    self.cold[place] = ColdMemory(place)
+                cold = None if place is None else make(codec, self.cold[place])
+                self.groups[key] = GroupStore(open_, sealed, cold, block_size)
             return self.groups[key]
 
     def expect_everything(self, group: GroupStore) -> None:
@@ -164,11 +181,12 @@ class BlockPool:
             if error is not None:
                 self.failures += 1
                 raise error
+            for memory, wanted in self._cold_wanted(demands):
+                memory.make_room(wanted)
             for group, demand in demands:
-                while self._tokens_short(group, demand) > 0:
-                    self._evict([group.sealed], "capacity")
-            while self._bytes_short(demands) > 0:
-                self._evict([group.sealed for group in self.groups.values()], "capacity")
+                self._evict([group.sealed], self._tokens_short(group, demand), lambda store: 1)
+            stores = [group.sealed for group in self.groups.values()]
+            self._evict(stores, self._bytes_short(demands), lambda store: store.page_bytes)
             return [
                 (group.open.take(d.open), group.sealed.take(d.sealed), group.cold.take(d.cold) if d.cold else [])
                 for group, d in demands
@@ -179,10 +197,22 @@ class BlockPool:
         with self.lock:
             return self._refusal(demands) is None
 
+    def has_room(self, demands: Sequence[tuple[GroupStore, Demand]]) -> bool:
+        """Whether `reserve` would succeed without evicting anything."""
+        with self.lock:
+            tokens = max((self._tokens_short(group, demand) for group, demand in demands), default=0)
+            return max(tokens, self._bytes_short(demands)) <= 0
+
     def can_admit(self, lengths: Sequence[int], **choices) -> bool:
         """Whether rows of `lengths` tokens (prompt and answer) have room now, without any reuse, in a session with
         these choices; evicting what is not in use where necessary. Takes and evicts nothing."""
         return self.session(**choices).can_admit(lengths)
+
+    def _cold_wanted(self, demands: Sequence[tuple[GroupStore, Demand]]) -> list[tuple[ColdMemory, Wanted]]:
+        """What each place of cold pages must have room for."""
+        wanted = [(group.cold, demand.cold) for group, demand in demands if demand.cold]
+        memories = dict.fromkeys(store.cold for store, _ in wanted)
+        return [(memory, [(s, pages) for s, pages in wanted if s.cold is memory]) for memory in memories]
 
     def _tokens_short(self, group: GroupStore, demand: Demand) -> int:
         """Blocks beyond `capacity_tokens` that a group would hold."""
@@ -217,6 +247,9 @@ class BlockPool:
                     evictable=evictable * size,
                     unit="tokens",
                 )
+        for memory, wanted in self._cold_wanted(demands):
+            if (error := memory.refusal(wanted)) is not None:
+                return error
         short = self._bytes_short(demands)
         stores = {group.sealed: group.block_size for group in self.groups.values()}
         blocks = sum(self.prefixes.evictable(store) for store in stores)
@@ -235,15 +268,24 @@ class BlockPool:
             )
         return None
 
-    def _evict(self, stores: list[PageStore], reason: str) -> None:
-        gone = self.prefixes.evict(stores, reason)
-        if not gone:
-            raise IntegrityError(f"nothing is left to evict in {stores}, though room was counted there.")
+    def _evict(self, stores: list[PageStore], short: int, size: Callable[[PageStore], int]) -> None:
+        """Give up pages at rest until `short` more are free in `stores`, where a page counts `size`; all at once, so that what
+        goes down the ladder goes together."""
+        gone: list[Slot] = []
+        while short > 0:
+            slots = self.prefixes.evict(stores, "capacity")
+            if not slots:
+                raise IntegrityError(f"nothing is left to evict in {stores}, though room was counted there.")
+            freed = [slot.group.store for slot in slots if slot.group.store.refs[slot.page] == 1]
+            short -= sum(size(store) for store in freed if store in stores)
+            gone += slots
+        if gone and self.ladder is not None:
+            self.ladder.store(gone, self.prefixes.level)
         self._unname(gone)
 
-    def _unname(self, gone: list[tuple[PageStore, int]]) -> None:
-        for store, page in gone:
-            store.unname(page)
+    def _unname(self, gone: list[Slot]) -> None:
+        for slot in gone:
+            slot.group.store.unname(slot.page)
 
     def trim(self) -> None:
         """Give back the memory of slabs that nothing uses."""
@@ -253,7 +295,7 @@ class BlockPool:
                     store.trim()
 
     def nbytes(self) -> int:
-        """Bytes of all storages, counted once each."""
+        """Bytes of all storages, counted once each, and of spill files."""
         return sum(store.nbytes() for group in self.groups.values() for store in group.stores)
 
     # ---- reuse ------------------------------------------------------------------------------------------------------
@@ -297,8 +339,71 @@ class BlockPool:
             store.name(page)
         return node
 
+    def below(self, root: Root) -> Below:
+        """What the ladder has of a namespace."""
+        signatures = [group.store.signature for group in root.groups]
+        return lambda key, place: self.ladder.lookup(key, place, signatures[place])
+
+    @contextlib.contextmanager
+    def recalled(self, root: Root, needs: Sequence[tuple[Match, int]]) -> Iterator[None]:
+        """For the time of the block, the index has what `needs` (matches, and how many tokens of each) are made of, and keeps it:
+        what is on the ladder comes back, as far as it can be read, if there is room for all of it."""
+        held: list[tuple[PageStore, np.ndarray]] = []
+        with self.lock:
+            try:
+                missing = self._hold(needs, held)
+                if any(missing):
+                    self._restore(root, needs, missing, held)
+                yield
+            finally:
+                for store, ids in held:
+                    store.release(ids)
+
+    def _hold(self, needs: Sequence[tuple[Match, int]], held: list) -> list[dict[bytes, Node]]:
+        """Refer to the pages that are there; returns, for each group, the blocks whose pages are not, by key."""
+        missing: list[dict[bytes, Node]] = []
+        for place, group in enumerate(needs[0][0].root.groups):
+            nodes = [node for match, length in needs for node in match.needed(place, length)]
+            pages = np.array([node.slots[place].page for node in nodes if node.slots[place] is not None], np.int32)
+            group.store.retain(pages)
+            held.append((group.store, pages))
+            missing.append({node.key: node for node in nodes if node.slots[place] is None})
+        return missing
+
+    def _restore(self, root: Root, needs: Sequence[tuple[Match, int]], missing: list[dict], held: list) -> None:
+        """Take pages for the blocks of `missing`, have the ladder fill them, and enter them into the index."""
+        groups = {group.sealed: group for group in self.groups.values()}
+        demands = [
+            (groups[group.store], Demand(sealed=len(nodes))) for group, nodes in zip(root.groups, missing, strict=True)
+        ]
+        wanted = [(group.store, place, list(missing[place].values())) for place, group in enumerate(root.groups)]
+        with self.ladder.loading(wanted):
+            if not self.fits(demands):
+                return
+            restored: dict[tuple[bytes, int], int] = {}
+            for (store, place, nodes), (_, pages, _) in zip(wanted, self.reserve(demands), strict=True):
+                held.append((store, np.array(pages, np.int32)))
+                good = self.ladder.load(store, place, nodes, held[-1][1])
+                restored |= {(node.key, place): page for node, page, ok in zip(nodes, pages, good, strict=True) if ok}
+        for match, _ in needs:
+            self._enter_restored(root, match, restored)
+
+    def _enter_restored(self, root: Root, match: Match, restored: dict[tuple[bytes, int], int]) -> None:
+        """Publish a chain as far as its last restored page, or to the first block that lacks a group with every position."""
+        places = range(len(root.groups))
+        stop = max(
+            (n for n, node in enumerate(match.nodes, 1) if any((node.key, p) in restored for p in places)), default=0
+        )
+        node = self.prefixes.root(root.key, root.block_size, root.groups)
+        for wanted in match.nodes[:stop]:
+            pages = [restored.pop((wanted.key, place), None) for place in places]
+            lacks = any(page is None and root.groups[place].window is None for place, page in enumerate(pages))
+            if lacks and wanted.key not in node.children:
+                break
+            node = self.publish(root, node, wanted.tokens, wanted.media, pages)
+
     def drop_prefixes(self) -> None:
-        """Forget all prefixes, pinned ones too, and which model computed them.
+        """Forget all prefixes, pinned ones too, and which model computed them; and everything on the ladder.
 
         Raises:
             CacheStateError: while a cache uses a shared block; nothing was dropped.
@@ -311,8 +416,42 @@ class BlockPool:
                     "drop_prefixes()."
                 )
             self._unname(self.prefixes.drop("dropped"))
+            if self.ladder is not None:
+                self.ladder.clear()
             self._model = None
             self.trim()
+
+    def save(self, path_or_url: str | os.PathLike) -> None:
+        """Write all that sessions can find here to a file, with its pages, for `load`, in this process or another one. What was
+        at `path_or_url` (a path, or a URL of any file system that fsspec knows) before is replaced in one step. Other threads
+        wait.
+
+        The file has token ids, keys and values in it, so it is as secret as the texts are. Of salts it has digests only.
+
+        Raises:
+            CacheStateError: there is nothing to save.
+            SavedStateError: the file could not be written; what was there before still is.
+        """
+        from . import saved_prefixes, savefile  # which need this module
+
+        with savefile.writing(path_or_url) as file:
+            saved_prefixes.save(file, self)
+
+    def load(self, path_or_url: str | os.PathLike, model: torch.nn.Module) -> Restored:
+        """Have sessions find what `save` has written, beside what they find already, as far as there is room: what would be
+        evicted last comes first, and nothing is evicted for it. (Pins are not in a file; the times of priorities start anew.)
+
+        Returns:
+            how many blocks were `entered`, were `known` before, and were `left_out`.
+
+        Raises:
+            SavedStateError: no such file, or it is damaged, or of another model or format version; nothing has changed.
+            CacheInputError: the pool holds another model's keys and values.
+        """
+        from . import saved_prefixes, savefile
+
+        with savefile.reading(path_or_url) as file:
+            return saved_prefixes.load(savefile.SavedFile(file, path_or_url, saved_prefixes.KIND), self, model)
 
     # ---- looking ----------------------------------------------------------------------------------------------------
 
@@ -342,6 +481,7 @@ class BlockPool:
                 allocation_failures=self.failures,
                 block_lifetime=self.prefixes.lifetimes.copy(),
                 reuse_gap=self.prefixes.gaps.copy(),
+                tiers={} if self.ladder is None else self.ladder.metrics(),
             )
 
     def check_integrity(self) -> None:
@@ -366,3 +506,5 @@ class BlockPool:
             for table in tables:
                 table.check_integrity()
             self.prefixes.check_integrity(lambda store, page: store.refs[page] > 1)
+            if self.ladder is not None:
+                self.ladder.check_integrity()

@@ -9,7 +9,8 @@ The index owns one reference to each page that it names, and is told when a page
 has one again (`wake`). A page at rest stays findable until somebody needs its room: then pages of the lowest priority go
 first, among those the ones that came to rest first, and the tail of a chain before its head. A block without its head is
 worth nothing, so what goes takes everything behind it along. Pages of a group with a window are worth something on their
-own, and go one by one. Nothing here knows tensors; pages are numbers, stores are names.
+own, and go one by one. Nothing here knows tensors; pages are numbers, stores are names. What was given up may still be on a
+slower tier (`tiers/ladder.py`): a match goes on into it where it is told what is there.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class Slot:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A full block. `slots` has a page for each group, or None; `depth` counts blocks from the start, its own included."""
+    """A full block. `slots` has a page for each group, or None; `depth` counts blocks from the start, its own included;
+    `uses` the prompts that began with it, the one it was computed for included."""
 
     key: bytes
     parent: Node | None
@@ -118,6 +120,7 @@ class Node:
     slots: list[Slot | None] = field(default_factory=list)
     children: dict[bytes, Node] = field(default_factory=dict)
     pins: int = 0
+    uses: int = 1
     level: int = PRIORITY
     seconds: float | None = None
 
@@ -148,21 +151,25 @@ class Root(Node):
         )
 
 
+Below = Callable[[bytes, int], bool]  # whether a slower tier has a block's page, by key and group
+
+
 class Match:
     """The longest chain of blocks that begins as a text does; the last one perhaps only in part.
 
     Attributes:
-        nodes: the chain.
+        nodes: the chain. Those that are on a slower tier only stand at its end, and in no tree.
         length: tokens of the text that it holds.
     """
 
-    def __init__(self, root: Root, nodes: list[Node], length: int):
-        self.root, self.nodes, self.length = root, nodes, length
+    def __init__(self, root: Root, nodes: list[Node], length: int, below: Below | None = None):
+        self.root, self.nodes, self.length, self._below = root, nodes, length, below
         self._runs = {place: self._run(place) for place, group in enumerate(root.groups) if group.window is not None}
 
     def _run(self, place: int) -> np.ndarray:
         """For each block how many blocks in a row, itself the last, have a page in this group."""
-        there = np.array([node.slots[place] is not None for node in self.nodes], bool)
+        below = self._below or (lambda key, place: False)
+        there = np.array([node.slots[place] is not None or below(node.key, place) for node in self.nodes], bool)
         index = np.arange(1, len(there) + 1)
         return index - np.maximum.accumulate(np.where(there, 0, index)) if len(there) else index
 
@@ -190,6 +197,15 @@ class Match:
 
     def pages(self, place: int, blocks: Iterable[int]) -> list[int]:
         return [self.nodes[block].slots[place].page for block in blocks]
+
+    def needed(self, place: int, length: int) -> list[Node]:
+        """The blocks that a group needs after `length` tokens."""
+        return [self.nodes[block] for blocks in self.kept(place, length) for block in blocks]
+
+    def is_complete(self, length: int) -> bool:
+        """Whether the index itself has a page wherever one is needed after `length` tokens."""
+        places = range(len(self.root.groups))
+        return all(node.slots[place] is not None for place in places for node in self.needed(place, length))
 
 
 class PrefixIndex:
@@ -225,8 +241,16 @@ class PrefixIndex:
         new = Root(namespace, None, block_size=block_size, groups=tuple(groups))
         return self.roots.get(namespace, new)
 
-    def match(self, root: Root, tokens: np.ndarray, media: Sequence[Media] = (), partial: bool = True) -> Match:
-        """The longest chain that begins as `tokens` do, its last block perhaps only in part. Changes nothing."""
+    def match(
+        self,
+        root: Root,
+        tokens: np.ndarray,
+        media: Sequence[Media] = (),
+        partial: bool = True,
+        below: Below | None = None,
+    ) -> Match:
+        """The longest chain that begins as `tokens` do, its last block perhaps only in part; with the whole blocks that are
+        `below`, where that is given, before the last token, which is computed in any case. Changes nothing."""
         node, nodes = root, []
         for part, there in root.cut(tokens, media):
             child = self._child(node, part, there)
@@ -234,17 +258,35 @@ class PrefixIndex:
                 break
             nodes.append(child)
             node = child
+        if below is not None:
+            nodes += self._chain_below(root, node, tokens[:-1], media, below)
+            node = nodes[-1] if nodes else root
         length = len(nodes) * root.block_size
         if partial and length < len(tokens):
             child, more = self._most_alike(root, node, tokens[length : length + root.block_size], media)
             if more:
                 nodes.append(child)
                 length += more
-        return Match(root, nodes, length)
+        return Match(root, nodes, length, below)
+
+    def _chain_below(self, root: Root, node: Node, tokens: np.ndarray, media, below: Below) -> list[Node]:
+        """The blocks behind `node` as far as a slower tier has all groups that keep every position. (Those with a window need
+        no block before it: where there are no others, any block may be the next one that is there.)"""
+        full = [place for place, group in enumerate(root.groups) if group.window is None]
+        nodes, useful = [], 0
+        for part, there in root.cut(tokens, media, node.depth):
+            self.hashed += 1
+            node = Node(block_key(node.key, part, there), node, part, there, node.depth + 1, [None] * len(root.groups))
+            if not all(below(node.key, place) for place in full):
+                break
+            nodes.append(node)
+            if full or any(below(node.key, place) for place in range(len(root.groups))):
+                useful = len(nodes)
+        return nodes[:useful]
 
     def _child(self, node: Node, tokens: bytes, media: tuple) -> Node | None:
         self.hashed += 1
-        child = node.children.get(_key(node.key, tokens, media))
+        child = node.children.get(block_key(node.key, tokens, media))
         return child if child is not None and child.tokens == tokens and child.media == media else None
 
     def _most_alike(self, root: Root, node: Node, tokens: np.ndarray, media) -> tuple[Node | None, int]:
@@ -271,7 +313,7 @@ class PrefixIndex:
         parent = parent if parent.depth else root
         node, named = self._child(parent, tokens, media), []
         if node is None:
-            key = _key(parent.key, tokens, media)
+            key = block_key(parent.key, tokens, media)
             node = Node(key, parent, tokens, media, parent.depth + 1, [None] * len(root.groups))
             parent.children[key] = node
         for place, (group, page) in enumerate(zip(root.groups, pages, strict=True)):
@@ -345,11 +387,11 @@ class PrefixIndex:
 
     # ---- giving up --------------------------------------------------------------------------------------------------
 
-    def evict(self, stores: Iterable[Hashable], reason: str) -> list[tuple[Hashable, int]]:
+    def evict(self, stores: Iterable[Hashable], reason: str) -> list[Slot]:
         """Give up the page at rest that is worth least in any of `stores`, and what is worth nothing without it.
 
         Returns:
-            each `(store, page)` that the index no longer names: the caller takes its reference back. Empty when nothing
+            the slots whose pages the index no longer names: the caller takes its references back. Empty when nothing
             in these stores can be given up.
         """
         self._expire()
@@ -359,12 +401,12 @@ class PrefixIndex:
         slot = min(first)[-1]
         return self._remove(slot.node, reason) if slot.group.window is None else self._remove_page(slot, reason)
 
-    def drop(self, reason: str) -> list[tuple[Hashable, int]]:
+    def drop(self, reason: str) -> list[Slot]:
         """Give up everything, pinned or not; returns what `evict` returns."""
         nodes = [node for root in self.roots.values() for node in root.children.values()]
-        return [page for node in nodes for page in self._remove(node, reason)]
+        return [slot for node in nodes for slot in self._remove(node, reason)]
 
-    def _remove(self, node: Node, reason: str) -> list[tuple[Hashable, int]]:
+    def _remove(self, node: Node, reason: str) -> list[Slot]:
         """Take out a node and all behind it, the last ones first."""
         nodes, above = [node], node.parent
         for each in nodes:
@@ -377,7 +419,7 @@ class PrefixIndex:
         self._prune(above)
         return gone
 
-    def _remove_page(self, slot: Slot, reason: str) -> list[tuple[Hashable, int]]:
+    def _remove_page(self, slot: Slot, reason: str) -> list[Slot]:
         gone = [self._forget(slot, reason)]
         self._prune(slot.node)
         return gone
@@ -390,16 +432,21 @@ class PrefixIndex:
         if not node.depth and not node.children:
             self.roots.pop(node.key)
 
-    def _forget(self, slot: Slot, reason: str) -> tuple[Hashable, int]:
+    def _forget(self, slot: Slot, reason: str) -> Slot:
         if slot.order is not None:
             self.evicted[reason] += 1
             self.lifetimes.add(self.clock() - slot.born)
         self._unrest(slot)
         slot.node.slots[slot.place] = None
         del self.slots[slot.group.store, slot.page]
-        return slot.group.store, slot.page
+        return slot
 
     # ---- the order of giving up -------------------------------------------------------------------------------------
+
+    def level(self, slot: Slot) -> int:
+        """The priority that a page at rest has now."""
+        seconds = slot.node.seconds
+        return PRIORITY if seconds is not None and slot.rested + seconds <= self.clock() else slot.node.level
 
     def _update(self, slot: Slot, held: bool) -> None:
         """A slot has changed, which `held` before: queue it if it may go, and tell those before it in the chain."""
@@ -417,15 +464,11 @@ class PrefixIndex:
             slot.ticket = None
         elif slot.ticket is None:
             slot.ticket = next(self._tickets)
-            level, seconds = slot.node.level, slot.node.seconds
-            if seconds is not None:
-                until = slot.rested + seconds
-                if until > self.clock():
-                    heapq.heappush(self._expiries, (until, slot.ticket, slot))
-                else:
-                    level = PRIORITY
+            seconds = slot.node.seconds
+            if seconds is not None and slot.rested + seconds > self.clock():
+                heapq.heappush(self._expiries, (slot.rested + seconds, slot.ticket, slot))
             queue = self._queues.setdefault(slot.group.store, [])
-            heapq.heappush(queue, (level, slot.order, slot.ticket, slot))
+            heapq.heappush(queue, (self.level(slot), slot.order, slot.ticket, slot))
             self._tidy(queue)
             self._tidy(self._expiries)
 
@@ -476,7 +519,7 @@ class PrefixIndex:
                 raise IntegrityError(f"page {page} of {store} is not where it belongs in the order of giving up.")
         for node in nodes:
             for child in node.children.values():
-                wanted = (_key(node.key, child.tokens, child.media), node, node.depth + 1)
+                wanted = (block_key(node.key, child.tokens, child.media), node, node.depth + 1)
                 incomplete = [
                     s for s, g in zip(child.slots, self._groups(child), strict=True) if not s and not g.window
                 ]
@@ -493,7 +536,7 @@ class PrefixIndex:
         return node.groups
 
 
-def _key(parent: bytes, tokens: bytes, media: tuple) -> bytes:
+def block_key(parent: bytes, tokens: bytes, media: tuple) -> bytes:
     """Of a block: the number of ids is fixed by the namespace, so nothing can be taken for something else."""
     return hashlib.sha256(parent + tokens + (_tagged(media) if media else b"")).digest()
 

@@ -22,7 +22,7 @@ from .identity import Identity
 from .inputs import checked, medium, named, of_call, places_by_itself, setting, speculates
 from .metrics import ReuseCounter, ReuseMetrics
 from .pool import BlockPool
-from .prefix import Group, Match, Media, Node, Priority, Root, digest
+from .prefix import Below, Group, Match, Media, Node, Priority, Root, digest
 from .rotary import depends_on_length
 
 CACHE_KEYWORDS = ("cache", "past_key_values")
@@ -88,7 +88,6 @@ class Session(KVCache):
         self.media = None if media is None else [medium(item) for item in media]
         self.priorities = [checked(Priority(*item)) for item in priorities]
         self.reuse = ReuseCounter()
-        self._model: weakref.ref | None = None
         self._seen: Identity | None = None  # what it is, where that was just looked at
         self._inputs: bytes | None = b""  # digest of what else the model is given; None: it cannot be told
         self._before_media = False  # whether the model computes the media, and what follows them
@@ -303,17 +302,46 @@ class Session(KVCache):
             held = self._sealed_whole(self._held_columns(rows, mask), mask) if stays else 0
             if held and not self.storage.can_crop(mask[:, :held].sum(axis=1)):
                 held = 0
-            matches = self._matches(root, rows, mask)
-            found = self._found_columns(matches, mask)
-            columns = self._attach(matches, mask, found) if found > held else self._keep_columns(held, mask)
+            columns = self._begin_with(root, rows, mask, held)
             self._namespace, self._root = namespace, root
             self._published, self._shown_media = columns, self._media
             if not columns:
                 self._tails = [root] * len(rows) if root else []
+            for node in (node for tail in self._tails for node in self._chain(tail)):
+                node.uses += 1
             counts = sum(map(len, rows)), int(mask[:, :columns].sum())
             self.reuse.add(*counts)
             self.pool.reuse.add(*counts)
         return columns
+
+    def _begin_with(self, root: Root | None, rows: list[np.ndarray], mask: np.ndarray, held: int) -> int:
+        """Hold the first `held` columns, which are held already, or more where the pool knows more; returns how many."""
+        below = self._below(root)
+        matches = self._matches(root, rows, mask, below)
+        found = self._found_columns(matches, mask)
+        if found <= held:
+            return self._keep_columns(held, mask)
+        needs = list(zip(matches, mask[:, :found].sum(axis=1).tolist(), strict=True))
+        if below is None or all(match.is_complete(length) for match, length in needs):
+            return self._attach(matches, mask, found)
+        held = self._keep_columns(held, mask)  # what would be let go of anyway makes room for what comes back
+        with self.pool.recalled(root, needs):
+            root = self.pool.prefixes.root(root.key, root.block_size, root.groups)
+            matches = self._matches(root, rows, mask)
+            found = self._found_columns(matches, mask)
+            return self._attach(matches, mask, found) if found > held else held
+
+    def _below(self, root: Root | None) -> Below | None:
+        """What slower tiers have. In a fresh process what the pages of a layer will look like has to be said first; where
+        the model is spread over several devices, its first pass says it."""
+        if root is None or self.pool.ladder is None:
+            return None
+        model, identity = self.pool.model, self.pool.identity
+        if len({parameter.device for parameter in model.parameters()}) == 1:
+            for layer in filter(None, self.storage.layers):
+                if layer.group.store.sealed.pages[layer.index] is None:
+                    layer.expect(identity.dtype, identity.device)
+        return self.pool.below(root)
 
     def _held_columns(self, rows: list[np.ndarray], mask: np.ndarray) -> int:
         """The same as far as the media are the same, too."""
@@ -329,11 +357,13 @@ class Session(KVCache):
             return mask.shape[1]
         return min((item.start for item in self._media), default=0)
 
-    def _matches(self, root: Root | None, rows: list[np.ndarray], mask: np.ndarray) -> list[Match]:
+    def _matches(
+        self, root: Root | None, rows: list[np.ndarray], mask: np.ndarray, below: Below | None = None
+    ) -> list[Match]:
         if root is None or self._from_scratch:
             return []
         limit, parts = self._limit(mask), self._takes_parts
-        return [self.pool.prefixes.match(root, row[:limit], self._media, parts) for row in rows]
+        return [self.pool.prefixes.match(root, row[:limit], self._media, parts, below) for row in rows]
 
     def _found_columns(self, matches: list[Match], mask: np.ndarray) -> int:
         """Leading columns that all rows find, each as every group of layers can give them."""
@@ -437,6 +467,16 @@ class Session(KVCache):
             tail = tail.parent
         chain.reverse()
         return chain if tokens is None else chain[: tokens // self.block_size]
+
+    # ---- saving -----------------------------------------------------------------------------------------------------
+
+    def _known(self) -> tuple[list[np.ndarray] | None, np.ndarray | None]:
+        """Ids that say all of what is held: a plain cache, as which it is loaded, goes by nothing else."""
+        self.publish()
+        if self._inputs != b"" or self.storage.foreign_mask or self.token_ids is None:
+            return None, None
+        before = min((item.start for item in self._shown_media), default=None)
+        return [row[:before] for row in self.token_ids], self.told
 
     # ---- rows and columns -------------------------------------------------------------------------------------------
 

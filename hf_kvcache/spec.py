@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 SLIDING = ("sliding_attention", "hybrid_sliding", "chunked_attention", "reference_sliding_attention")
 STATE_ONLY = ("linear_attention", "conv", "mamba", "recurrent")
 NOTHING = ("dummy", "moe", "mlp")
@@ -27,11 +29,27 @@ class LayerSpec:
     window: int | None = None
     stores: bool = True
 
+    @property
+    def shape(self) -> tuple[int | None, int | None, int | None]:
+        return self.kv_heads, self.k_dim, self.v_dim
+
+    def suits(self, shape: tuple[int, int, int]) -> bool:
+        """Whether a layer may store this, as far as the config says."""
+        return self.kv_heads is None or shape == self.shape or _is_shard(shape, self.shape)
+
+
+def _is_shard(shape: tuple[int, int, int], whole: tuple[int, int, int]) -> bool:
+    """Whether this is what one of several tensor-parallel processes holds of a layer: some of its heads."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized() or shape[1:] != whole[1:]:
+        return False
+    return whole[0] % shape[0] == 0 and whole[0] <= shape[0] * torch.distributed.get_world_size()
+
 
 def specs_from_config(config) -> list[LayerSpec]:
     """A `LayerSpec` for every layer of `config` (of its text decoder, where it has several parts)."""
     config = config.get_text_config(decoder=True)
-    count = getattr(config, "num_hidden_layers", None) or config.num_layers
+    names = ("num_decoder_layers", "num_hidden_layers", "num_layers")  # encoder-decoders count their halves apart
+    count = next(filter(None, (getattr(config, name, None) for name in names)))
     kinds = _layer_kinds(config, count)
     shared = getattr(config, "num_kv_shared_layers", 0) or 0
     specs = []

@@ -114,6 +114,19 @@ class Storage:
             for group, (row_plans, _), taken in zip(self.groups, planned, pages, strict=True):
                 group.begin(row_plans, taken, q_len, valid)
 
+    def rehearse(self, counts: np.ndarray) -> None:
+        """Go through a pass of `counts[row]` tokens as `begin` does, and store nothing: pages are taken, and exist as numbers
+        until a layer asks for their memory. For planners; the layers must `expect` something.
+
+        Raises:
+            CapacityError: the pool has no room; nothing was taken.
+        """
+        batch, q_len = len(counts), int(max(counts))
+        self._plan(batch, q_len, counts, None)
+        self.batch, self.columns = batch, self.columns + q_len
+        for layer in filter(None, self.layers):
+            layer.columns = self.columns
+
     def demands(self, counts: np.ndarray, keep_new: bool = False) -> list[tuple[GroupStore, Demand]]:
         """What a pass of `counts[row]` tokens would take from the pool."""
         return [(g.store, g.table.prepare(len(counts), counts, keep_new=keep_new)[1]) for g in self.groups]

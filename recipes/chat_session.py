@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from eval import generation, models, quality
-from hf_kvcache import BlockPool, PagedCache, cache_kwarg
+from eval import generation, models
+from hf_kvcache import BlockPool, PagedCache, cache_kwarg, scoring
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     args = parser.parse_args()
 
     model, tokenizer = models.load(args.model)
-    said = quality.windows(tokenizer, models.texts().values(), args.turns, args.user_tokens)
+    said = scoring.windows(tokenizer, models.texts().values(), args.turns, args.user_tokens)
     length = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens, "do_sample": False}
     first = {"max_new_tokens": 1, "do_sample": False}
 

@@ -15,11 +15,9 @@ from rich.progress import track
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from eval import generation, models, quality
+from eval import generation, models
 from eval.plots import bars
-from hf_kvcache import named
-
-STEPS = 32  # true decode steps that are scored in each of four texts
+from hf_kvcache import named, scoring
 
 
 def main() -> None:
@@ -31,29 +29,30 @@ def main() -> None:
     parser.add_argument(
         "--context", type=int, default=1280, help="tokens before the scored steps; beyond a window, its loss shows"
     )
+    parser.add_argument("--steps", type=int, default=32, help="true decode steps that are scored in each of four texts")
     parser.add_argument("--out", type=Path, default=Path("out"))
     args = parser.parse_args()
 
     console = Console(stderr=True)
     model, tokenizer = models.load(args.model)
     texts = models.texts()
-    prompt = quality.windows(tokenizer, list(texts.values())[:1], 1, args.prompt_tokens)
-    scored = quality.windows(tokenizer, texts.values(), count=4, length=args.context + STEPS + 1)
+    prompt = scoring.windows(tokenizer, list(texts.values())[:1], 1, args.prompt_tokens)
+    scored = scoring.windows(tokenizer, texts.values(), count=4, length=args.context + args.steps + 1)
     with console.status("plain cache: predictions to compare with"):
-        ref = quality.reference(model, scored, steps=STEPS)
+        ref = scoring.reference(model, scored, steps=args.steps)
 
     rows = []
     names = ["dynamic", *args.caches.split(",")]
     for name in track(names, description="caches", console=console):
         row = {"cache": name, **generation.measure(model, prompt, named.cache_factory(name), args.new_tokens)}
-        row["loss"] = quality.divergence(model, ref, named.cache_factory(name)).as_dict()
+        row["loss"] = scoring.divergence(model, ref, named.cache_factory(name)).as_dict()
         row["same_tokens"] = row["tokens"] == (rows[0]["tokens"] if rows else row["tokens"])
         rows.append(row)
 
     plain = rows[0]["bytes"]
     table = Table(
         title=f"{args.prompt_tokens} prompt tokens, {args.new_tokens} new ones",
-        caption=f"same: the built-in cache's tokens. KL, top-1: {STEPS} decode steps after {args.context} tokens.",
+        caption=f"same: the built-in cache's tokens. KL, top-1: {args.steps} decode steps after {args.context} tokens.",
     )
     for heading in ("cache", "KV MB", "ratio", "TTFT s", "ITL ms", "same", "KL", "top-1"):
         table.add_column(heading, justify="left" if heading == "cache" else "right")
@@ -65,7 +64,7 @@ def main() -> None:
             f"{row['ttft']:.2f}",
             f"{row['itl'] * 1e3:.0f}",
             "yes" if row["same_tokens"] else "no",
-            quality.readable(row["loss"]["kl_mean"]),
+            scoring.readable(row["loss"]["kl_mean"]),
             f"{row['loss']['top1']:.1%}",
         )
     Console().print(table)

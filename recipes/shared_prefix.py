@@ -18,8 +18,8 @@ from rich.progress import track
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from eval import generation, models, quality
-from hf_kvcache import BlockPool, PagedCache, cache_kwarg
+from eval import generation, models
+from hf_kvcache import BlockPool, PagedCache, cache_kwarg, scoring
 
 
 def main() -> None:
@@ -33,8 +33,8 @@ def main() -> None:
 
     console = Console(stderr=True)
     model, tokenizer = models.load(args.model)
-    prefix, *_ = quality.windows(tokenizer, list(models.texts().values())[:1], 1, args.prefix_tokens)
-    own = quality.windows(tokenizer, models.texts().values(), args.requests, args.own_tokens)
+    prefix, *_ = scoring.windows(tokenizer, list(models.texts().values())[:1], 1, args.prefix_tokens)
+    own = scoring.windows(tokenizer, models.texts().values(), args.requests, args.own_tokens)
     prompts = [torch.cat([prefix, words])[None] for words in own]
     length = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens, "do_sample": False}
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from eval import models, quality
-from hf_kvcache import BlockPool
+from eval import models
+from hf_kvcache import BlockPool, scoring
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     args = parser.parse_args()
 
     model, tokenizer = models.load(args.model)
-    prompt = quality.windows(tokenizer, list(models.texts().values())[:1], 1, args.prompt_tokens)
+    prompt = scoring.windows(tokenizer, list(models.texts().values())[:1], 1, args.prompt_tokens)
     step = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens, "do_sample": True,
             "output_logits": True, "return_dict_in_generate": True}  # fmt: skip
     torch.manual_seed(0)

@@ -238,7 +238,10 @@ def check_generate(device: torch.device, tokens: int) -> Iterator[dict]:
     options = {"max_new_tokens": 24, "do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
     expected = model.generate(ids, **options, **cache_kwarg(DynamicCache(config=model.config)))
     pool = BlockPool(model.config, capacity_tokens=4 * tokens)
-    caches = {name: named.cache_factory(name)(model.config) for name in ("paged", f"offloaded:{tokens // 4}")}
+    caches = {
+        name: named.cache_factory(name)(model.config)
+        for name in ("paged", f"offloaded:{tokens // 4}", f"disk:{tokens // 4}")
+    }
     caches["paged, reserved"] = reserved = PagedCache(model.config, pool=pool)
     for name, cache in caches.items():
         same = torch.equal(model.generate(ids, **options, **cache_kwarg(cache)), expected)

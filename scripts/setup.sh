@@ -3,6 +3,9 @@
 # (PIP_INDEX_URL, PIP_FIND_LINKS, pip.conf, ...) apply. HF_KVCACHE_VENV names another folder than .venv, PYTHON another
 # interpreter than python3.
 
+# Modules are compiled when they are first imported, and that is kept: without it every process compiles torch anew.
+unset PYTHONDONTWRITEBYTECODE
+
 current_step=Start
 trap '[[ $? == 0 ]] || printf "✗ Failed: %s (%d s in all)\n" "$current_step" "$SECONDS" >&2' EXIT
 
@@ -36,9 +39,11 @@ prepare() {
     if ! holds "$stamp" "$state" && ! holds "$venv/.prepared-dev" "$state"; then
         # pip hides a failing compilation, after which an old library would pass for the new one.
         rm -f hf_kvcache/kernels/_cpu.so
-        # First and alone: an unpinned torch may be another build, of several gigabytes.
-        step "Installing torch (a minute or two)" pip_install "$(grep '^torch==' "$constraints")"
-        step "Installing hf_kvcache[$extras] (a minute or two)" pip_install -c "$constraints" -e ".[$extras]"
+        # First and alone: an unpinned torch may be another build, of several gigabytes. What builds packages comes with
+        # it, once, instead of a new copy for every package that has to be built.
+        step "Installing torch (a minute or two)" pip_install "$(grep '^torch==' "$constraints")" "setuptools>=77"
+        step "Installing hf_kvcache[$extras] (a minute or two)" \
+            pip_install --no-build-isolation -c "$constraints" -e ".[$extras]"
         printf '%s\n' "$state" >"$stamp"
     fi
     if [[ ! -e hf_kvcache/kernels/_cpu.so ]]; then
@@ -58,7 +63,7 @@ make_venv() {
 }
 
 pip_install() {
-    # Nothing is compiled ahead: of these packages' thousands of files, few are ever imported.
+    # Nothing is compiled ahead: of these packages' thousands of files, few are ever imported. Those are compiled then.
     "$python" -m pip install -qq --disable-pip-version-check --no-compile "$@"
 }
 

@@ -10,6 +10,7 @@ import pytest
 
 from hf_kvcache import (
     BlockPool,
+    DiskTier,
     HostTier,
     KVCache,
     OffloadedCache,
@@ -52,12 +53,27 @@ def staged(resident: int, ring: int) -> HostTier:
     return HostTier(resident, direct=False, ring=ring)
 
 
+def on_disk(resident: int, **options) -> DiskTier:
+    """A disk tier that reads a few blocks at a time, in the folder of temporary files."""
+    return DiskTier(resident, **{"chunk_bytes": 2048, **options})
+
+
 CONFIGURATIONS: dict[str, Configuration] = {
     "paged": Configuration(lambda c: PagedCache(c, block_size=4), EXACT),
     "poisoned": Configuration(lambda c: PagedCache(c, block_size=4, pool=BlockPool(c, poison=True)), EXACT),
     "offloaded": Configuration(lambda c: OffloadedCache(c, block_size=4, resident_tokens=8), EXACT),
     "staged-1": Configuration(lambda c: OffloadedCache(c, block_size=4, tier=staged(8, ring=1)), EXACT),
     "staged-2": Configuration(lambda c: OffloadedCache(c, block_size=4, tier=staged(8, ring=2)), EXACT),
+    "disk": Configuration(lambda c: OffloadedCache(c, block_size=4, tier=on_disk(8)), EXACT),
+    "disk-after-host": Configuration(
+        lambda c: KVCache(
+            c,
+            block_size=4,
+            tier=on_disk(4, ring=1, host_bytes=9000, direct=False),
+            pool=BlockPool(c, poison=True),
+        ),
+        EXACT,
+    ),
     "long-window": Configuration(lambda c: SlidingWindowCache(c, block_size=4, window=LONG), EXACT),
     "window": Configuration(
         lambda c: KVCache(c, block_size=4, retention=Window(8, 2, rebase=False)), EXACT, sees=(8, 2)
@@ -89,6 +105,7 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "int4-staged": Configuration(
         lambda c: QuantizedCache(c, bits=4, block_size=8, residual=4, tier=staged(8, ring=2)), 0.3
     ),
+    "int4-disk": Configuration(lambda c: QuantizedCache(c, bits=4, block_size=8, residual=4, tier=on_disk(8)), 0.3),
     "int8-layers": Configuration(
         lambda c: QuantizedCache(
             c, bits=8, block_size=8, residual=8, layers={0: {"codec": "native"}, 1: {"codec": "int4"}}

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
+# Before transformers is imported, which is left to the tests: the process that hands them out needs seconds less.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import pytest
 import torch
-import transformers
 
 torch.set_num_threads(1)
-transformers.logging.set_verbosity_error()
 
 
 def pytest_addoption(parser) -> None:
@@ -21,6 +21,11 @@ def pytest_addoption(parser) -> None:
         action="store_true",
         help="conformance of every cache on every attention implementation, not of some (a few minutes more)",
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first, so that no worker is left alone with one at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(autouse=True)

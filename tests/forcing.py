@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
 import hf_kvcache
+from eval import models
 from hf_kvcache import cache_kwarg
 
 from .architectures import VOCABULARY, build
+
+# The demo model, on our attention, and its tokenizer: the same for all tests of a process.
+demo_model = functools.cache(models.load)
 
 
 def text(rows: int, columns: int, seed: int = 0) -> torch.Tensor:

@@ -22,6 +22,7 @@ from hf_kvcache import (
     PagedCache,
     QuantizedCache,
     SlidingWindowCache,
+    TierError,
     UnsupportedError,
     Window,
     cache_kwarg,
@@ -85,6 +86,7 @@ IMPOSSIBLE = {
     "residual": (lambda c: QuantizedCache(c, residual=-1), ["residual=-1", "at least 0"]),
     "resident": (lambda c: OffloadedCache(c, resident_tokens=-1), ["resident_tokens=-1", "at least 0"]),
     "ring": (lambda c: HostTier(8, ring=0), ["ring=0", "use 2"]),
+    "host-bytes": (lambda c: HostTier(8, host_bytes=-1), ["host_bytes=-1", "at least 0"]),
     "layer-index": (lambda c: KVCache(c, layers={3: {"codec": "int8"}}), ["key 3", "below 3"]),
     "layer-type": (
         lambda c: KVCache(c, layers={"sliding_attention": {"codec": "int8"}}),
@@ -114,6 +116,7 @@ def test_every_error_is_one_of_ours_and_one_of_pythons():
         (CacheInputError, ValueError),
         (CacheStateError, RuntimeError),
         (CapacityError, RuntimeError),
+        (TierError, OSError),
         (UnsupportedError, NotImplementedError),
     ):
         assert issubclass(error, KVCacheError) and issubclass(error, builtin)

@@ -13,7 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from transformers import LlamaConfig
 
 import hf_kvcache
-from hf_kvcache import BlockPool, CacheStateError, CapacityError, HostTier, KVCache, PagedCache, Window
+from hf_kvcache import BlockPool, CacheStateError, CapacityError, DiskTier, HostTier, KVCache, PagedCache, Window
 
 HEADS, DIM, LAYERS = 2, 8, 2
 CONFIG = LlamaConfig(
@@ -214,6 +214,7 @@ MACHINES = {
     "host": {"tier": HostTier(10)},
     "host_window": {"tier": HostTier(4), "retention": Window(30, 5)},
     "int8": {"codec": "int8", "residual": 5},
+    "disk_after_host": {"tier": DiskTier(10, host_bytes=20_000)},
     "int8_host_window": {"codec": "int8", "residual": 8, "tier": HostTier(16), "retention": Window(40, 2)},
 }
 for name, choices in MACHINES.items():

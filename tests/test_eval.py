@@ -17,13 +17,14 @@ from rich.console import Console
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from eval import latency, models, quality, timing
+from eval.__main__ import main
 from eval.records import Record, load
 from eval.session import Session
-from hf_kvcache import KVCache, Window, cache_kwarg, named
+from hf_kvcache import KVCache, Window, cache_kwarg, named, scoring
 from hf_kvcache.kernels import cpu, dispatch
 
 from .architectures import VOCABULARY, build
-from .forcing import generate, ours, text
+from .forcing import demo_model, generate, ours, text
 
 ROOT = Path(__file__).parents[1]
 
@@ -80,11 +81,11 @@ def test_every_kind_of_cache_is_measured_on_the_same_shapes():
 
 def test_the_measure_of_quality_sees_damage_and_sees_none_where_there_is_none():
     model = ours()
-    ref = quality.reference(model, text(3, 90), steps=10)
-    exact = quality.divergence(model, ref, named.cache_factory("paged/block_size=4"))
+    ref = scoring.reference(model, text(3, 90), steps=10)
+    exact = scoring.divergence(model, ref, named.cache_factory("paged/block_size=4"))
     assert exact.kl_max < 1e-6 and exact.top1 == 1.0 and exact.steps == 30 and exact.context == 79
     losses = [
-        quality.divergence(model, ref, named.cache_factory(f"{n}/residual=0")).kl_mean for n in ("int8", "int4", "int2")
+        scoring.divergence(model, ref, named.cache_factory(f"{n}/residual=0")).kl_mean for n in ("int8", "int4", "int2")
     ]
     assert 0 < losses[0] < losses[1] < losses[2]
 
@@ -92,19 +93,19 @@ def test_the_measure_of_quality_sees_damage_and_sees_none_where_there_is_none():
 # ---- planted faults: each moves the divergence beyond its standard error -----------------------------------------------
 
 
-def divergence(name: str, wrap=lambda cache: cache, model_name: str = "llama") -> quality.Divergence:
+def divergence(name: str, wrap=lambda cache: cache, model_name: str = "llama") -> scoring.Divergence:
     """Of 12 steps after 147 tokens, in three windows of a tiny model."""
     model, ref = faultless(model_name)
-    return quality.divergence(model, ref, lambda config: wrap(named.cache_factory(name)(config)))
+    return scoring.divergence(model, ref, lambda config: wrap(named.cache_factory(name)(config)))
 
 
 @functools.cache
 def faultless(name: str):
     model = ours(name)
-    return model, quality.reference(model, text(3, 160), steps=12)
+    return model, scoring.reference(model, text(3, 160), steps=12)
 
 
-def assert_moved(fault: quality.Divergence, right: quality.Divergence) -> None:
+def assert_moved(fault: scoring.Divergence, right: scoring.Divergence) -> None:
     assert fault.kl_mean - right.kl_mean > 2 * (fault.kl_stderr**2 + right.kl_stderr**2) ** 0.5
 
 
@@ -152,8 +153,8 @@ def test_what_the_plain_cache_generates_is_where_greedy_tokens_part():
     exact, bad = divergence("paged"), divergence("int2/residual=0/block_size=16")
     assert exact.first_difference is None and exact.identical == 1.0
     model, ref = faultless("llama")
-    cache = quality.write(model, ref, named.cache_factory("int2/residual=0/block_size=16")(model.config))
-    _, choices = quality.predictions(model, ref, cache)
+    cache = scoring.write(model, ref, named.cache_factory("int2/residual=0/block_size=16")(model.config))
+    _, choices = scoring.predictions(model, ref, cache)
     free = generate(model, ref.ids[:, : ref.context + 1], DynamicCache(config=model.config), 12)
     assert ref.greedy.tolist() == free
     firsts = sorted((choices != ref.greedy).int().argmax(-1).tolist())
@@ -259,28 +260,10 @@ def test_windows_of_text_are_as_long_as_asked_for():
         def __call__(self, text, return_tensors):
             return type("Encoding", (), {"input_ids": torch.tensor([[ord(c) for c in text]])})
 
-    ids = quality.windows(Characters(), ["a" * 500, "b" * 500], count=4, length=20)
+    ids = scoring.windows(Characters(), ["a" * 500, "b" * 500], count=4, length=20)
     assert ids.shape == (4, 20) and ids[0, 0] != ids[1, 0]
     with pytest.raises(ValueError, match="fewer than"):
-        quality.windows(Characters(), ["short"], count=1, length=20)
-
-
-@pytest.mark.demo
-@pytest.mark.slow
-def test_the_latency_command_prints_tables_and_writes_records(tmp_path):
-    command = [sys.executable, "-m", "eval", "latency", "--contexts", "64,128", "--batch", "1,2", "--rounds", "3"]
-    done = subprocess.run(
-        [*command, "--caches", "paged,int4", "--prefill", "64", "--out", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    records = load([tmp_path / "results.jsonl"])
-    assert {r.protocol["batch"] for r in records} == {1, 2} and all(r.metrics["slope"] for r in records)
-    assert {"dynamic", "static", "paged", "int4"} <= {r.cache for r in records}
-    assert "decode step" in done.stdout and "first pass over 64 tokens" in done.stdout
-    assert (tmp_path / "latency.png").exists()
+        scoring.windows(Characters(), ["short"], count=1, length=20)
 
 
 def saved_model(path: Path) -> str:
@@ -292,18 +275,41 @@ def saved_model(path: Path) -> str:
     return str(path)
 
 
+def test_the_latency_command_prints_tables_and_writes_records(tmp_path, capsys):
+    command = ["latency", "--model", saved_model(tmp_path / "model"), "--contexts", "64,128", "--batch", "1,2"]
+    main([*command, "--rounds", "3", "--caches", "paged,int4", "--prefill", "64", "--out", str(tmp_path)])
+    records = load([tmp_path / "results.jsonl"])
+    assert {r.protocol["batch"] for r in records} == {1, 2} and all(r.metrics["slope"] for r in records)
+    assert {"dynamic", "static", "paged", "int4"} <= {r.cache for r in records}
+    printed = capsys.readouterr().out
+    assert "decode step" in printed and "first pass over 64 tokens" in printed
+    assert (tmp_path / "latency.png").exists()
+
+
+@pytest.mark.demo
+@pytest.mark.slow
+def test_all_suites_quickly_on_the_demo_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(models, "load", lambda name, dtype: demo_model())
+    main(["all", "--quick", "--caches", "int4", "--out", str(tmp_path)])
+    metrics = {(r.suite, r.cache): r.metrics for r in load([tmp_path / "results.jsonl"])}
+    assert metrics["quality", "int4"]["kl_mean"] < metrics["quality", quality.KNOWN_BAD]["kl_mean"] / 10
+    assert metrics["retrieval", "int4"]["accuracy"] == metrics["retrieval", "dynamic"]["accuracy"] == 1.0
+    assert metrics["streaming", "window:256+4"]["ratio"] < 1.05 and metrics["streaming", "window:256+0"]["ratio"] > 1.5
+    assert all(metrics["latency", name]["slope_ratio"] for name in ("dynamic", "static", "int4"))
+    assert "At 991 tokens of context: int4 holds" in capsys.readouterr().out
+    assert (tmp_path / "latency.png").exists() and (tmp_path / "report.html").exists()
+
+
 @pytest.mark.slow
 def test_two_processes_measure_what_one_does(tmp_path):
     """`accelerate launch` deals the windows out, on CPUs too: the same numbers but for float noise."""
-    model, found = saved_model(tmp_path / "model"), []
-    two = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "-m"]
-    for launch in ([], two):
-        out = tmp_path / str(len(launch))
-        own = ["eval", "quality", "--model", model, "--lengths", "300", "--windows", "4", "--steps", "8"]
-        command = [sys.executable, "-m", *launch, *own, "--caches", "int4/residual=0", "--out", str(out)]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        found.append(load([out / "results.jsonl"]))
-    for one, two in zip(*found, strict=True):
+    own = ["quality", "--model", saved_model(tmp_path / "model"), "--lengths", "300", "--windows", "4", "--steps", "8"]
+    own += ["--caches", "int4/residual=0", "--out"]
+    main([*own, str(tmp_path / "one")])
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "-m", "eval"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*launch, *own, str(tmp_path / "two")], cwd=ROOT, check=True, capture_output=True, env=environment)
+    for one, two in zip(*(load([tmp_path / n / "results.jsonl"]) for n in ("one", "two")), strict=True):
         assert one.cache == two.cache and two.metrics["steps"] == 32
         assert (one.run["processes"], two.run["processes"]) == (1, 2)
         for key in ("kl_mean", "nll_change", "ppl", "bytes"):

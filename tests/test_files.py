@@ -26,6 +26,9 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
         file.write(b"another")
         raise RuntimeError
     assert path.read_bytes() == b"one"
+    with files.replacing(path, durable=False) as file:
+        file.write(b"two")
+    assert path.read_bytes() == b"two"
     assert [entry.name for entry in path.parent.iterdir()] == ["x.bin"]
 
 
@@ -43,6 +46,13 @@ def test_leftovers_of_dead_processes_go_and_those_of_living_ones_stay(tmp_path):
     assert gone != mine and mine.exists() and not (tmp_path / "x.bin").exists()
     file.close()
     assert files.remove_leftovers(tmp_path) == [mine]
+
+
+def test_a_claim_is_one_owners_until_it_is_closed(tmp_path):
+    mine = files.claim(tmp_path / "lock")
+    assert files.claim(tmp_path / "lock") is None
+    mine.close()
+    files.claim(tmp_path / "lock").close()
 
 
 @pytest.mark.parametrize("nbytes", [1, 64, 4099])

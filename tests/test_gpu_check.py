@@ -16,7 +16,7 @@ def test_a_rehearsal_checks_times_and_writes_everything(tmp_path, capsys):
     (path,) = tmp_path.glob("gpu-check-a-cpu-as-a-rehearsal-*.json")
     report = json.loads(path.read_text())
     checked = " ".join(check["check"] for check in report["checks"] if check["passed"])
-    assert all(f"decode {codec} " in checked for codec in CODECS) and "offloaded:16" in checked
+    assert all(f"decode {codec} " in checked for codec in CODECS) and "offloaded:16" in checked and "disk:16" in checked
     sizes = {(a["context"], a["batch"]) for a in report["attention"]}
     assert sizes == {(64, 1), (192, 1), (64, 2), (192, 2)}
     assert {line["cache"] for line in report["lines"]} >= {"dynamic", "paged", "int4"}

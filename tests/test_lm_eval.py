@@ -423,17 +423,8 @@ def test_tasks_given_as_paths_need_no_index(monkeypatch, tmp_path, tasks, indexe
     assert (seen == [TaskManager]) == indexed and lm_eval.tasks.TaskManager is TaskManager
 
 
-def command_line(launcher: list[str], out: Path) -> tuple[dict, dict]:
-    """Results of two facts through int4, and every answer by question and choice."""
-    model = f"pretrained={fetch_demo_model.fetch()},cache=int4,residual=64"
-    run = ["-m", "hf_kvcache.lm_eval", "--model", "hf-kvcache", "--model_args", model, "--device", "cpu"]
-    task = ["--tasks", FACTS, "--limit", "2", "--batch_size", "1"]
-    subprocess.run(
-        [*launcher, *run, *task, "--output_path", str(out), "--log_samples"],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_DATASETS_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
-        cwd=out.parent,
-        check=True,
-    )
+def written(out: Path) -> tuple[dict, dict]:
+    """Results of a command line, and every answer by question and choice."""
     (results,), (samples,) = out.rglob("results*.json"), out.rglob("samples*.jsonl")
     rows = map(json.loads, samples.read_text().splitlines())
     return json.loads(results.read_text()), {row["doc_id"]: [float(r[0][0]) for r in row["resps"]] for row in rows}
@@ -441,10 +432,21 @@ def command_line(launcher: list[str], out: Path) -> tuple[dict, dict]:
 
 @pytest.mark.demo
 @pytest.mark.slow
-def test_the_command_line_gives_the_same_with_one_process_and_with_two(tmp_path):
-    two = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    one, answers = command_line([sys.executable], tmp_path / "one")
-    split, split_answers = command_line([*two, "--main_process_port", "0"], tmp_path / "two")
+def test_the_command_line_gives_the_same_with_one_process_and_with_two(tmp_path, monkeypatch):
+    """Two facts through int4."""
+    model = f"pretrained={fetch_demo_model.fetch()},cache=int4,residual=64"
+    run = ["--model", "hf-kvcache", "--model_args", model, "--device", "cpu", "--tasks", FACTS, "--limit", "2"]
+    run += ["--batch_size", "1", "--log_samples", "--output_path"]
+    monkeypatch.setattr(sys, "argv", ["hf-kvcache-lm-eval", *run, str(tmp_path / "one")])
+    command.main()
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    subprocess.run(
+        [*launch, "--main_process_port", "0", "-m", "hf_kvcache.lm_eval", *run, str(tmp_path / "two")],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_DATASETS_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        check=True,
+    )
+    (one, answers), (split, split_answers) = (written(tmp_path / n) for n in ("one", "two"))
     assert one["results"] == split["results"] and one["config"]["kv"] == split["config"]["kv"]
     assert one["config"]["kv"]["scored"]["contexts"] == 2 and one["config"]["kv"]["scored"]["share_compressed"] > 0.5
     assert answers == split_answers and sorted(answers) == [0, 1]

@@ -27,7 +27,7 @@ class Tables:
     def __init__(self, blocks: int | None, window: int | None = None, clock=lambda: 0.0):
         tokens = None if blocks is None else blocks * BLOCK
         self.pool = BlockPool(capacity_tokens=tokens, block_size=BLOCK, clock=clock)
-        self.group = self.pool.group((0,), NativeCodec(), BLOCK, False, NativeCodec())
+        self.group = self.pool.group((0,), NativeCodec(), BLOCK, None, NativeCodec())
         self.store, self.window = self.group.open, window
 
     def root(self):

@@ -86,6 +86,9 @@ class Index(PrefixIndex):
         """The pages that blocks were entered with."""
         return [self.entered[node][place] for node in chain]
 
+    def evict(self, stores, reason: str) -> list[tuple[Hashable, int]]:
+        return [(slot.group.store, slot.page) for slot in super().evict(stores, reason)]
+
     def order(self, store: Hashable = "full") -> list[int]:
         """What is given up, one after the other, until nothing is left."""
         pages = []

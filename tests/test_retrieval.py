@@ -15,7 +15,7 @@ from eval import models, retrieval
 from eval.session import Session
 from hf_kvcache import named
 
-from .forcing import ours, text
+from .forcing import demo_model, ours, text
 
 PROSE = ["It was a warm day. Nobody was in the street! Where had they gone? " * 60, "Call me what you like. " * 200]
 
@@ -104,7 +104,7 @@ def question(model, number: int) -> retrieval.Sample:
     """A random context whose right answer is what the model itself says with everything in its cache."""
     context, asked = text(1, 120, seed=number)[0].tolist(), text(1, 5, seed=100 + number)[0].tolist()
     draft = retrieval.Sample(context, asked, "", 0.5, (0, 0))
-    ((said, share),) = retrieval.ask(model, Characters(), draft, [named.cache_factory("dynamic")])
+    (((said, share),),) = retrieval.ask(model, Characters(), [draft], [named.cache_factory("dynamic")])
     assert share is None
     return retrieval.Sample(context, asked, said, 0.5, (0, 0))
 
@@ -121,11 +121,25 @@ def test_caches_that_keep_the_context_answer_alike_and_those_that_lose_it_do_not
     model = ours()
     samples = [question(model, i) for i in range(6)]
     names = ["paged", "int8/residual=0/block_size=8", "window:8+2", "offloaded:16"]
-    rows = [retrieval.ask(model, Characters(), one, map(named.cache_factory, names)) for one in samples]
+    rows = retrieval.ask(model, Characters(), samples, map(named.cache_factory, names))
     paged, _, window, offloaded = (retrieval.score(samples, column) for column in zip(*rows, strict=True))
     assert paged["accuracy"] == offloaded["accuracy"] == 1.0 and window["accuracy"] < 0.5
     assert [row[1][1] for row in rows] == [1.0] * 6 and window["compressed"] > 0.9
     assert paged["compressed"] == offloaded["compressed"] == 0.0
+
+
+def test_samples_of_one_size_are_asked_at_once_and_answered_each_for_itself(monkeypatch):
+    model, names = ours(), ["dynamic", "int4/residual=0/block_size=8"]
+    longer = question(model, 9)
+    longer = retrieval.Sample(longer.context * 2, longer.question, longer.code, 0.5, (0, 0))
+    samples = [question(model, 0), longer, question(model, 1), question(model, 2)]
+    apart = [retrieval.ask(model, Characters(), [one], map(named.cache_factory, names))[0] for one in samples]
+    monkeypatch.setattr(retrieval, "BATCH_TOKENS", 240)
+    batches = []
+    exact = retrieval.exact
+    monkeypatch.setattr(retrieval, "exact", lambda model, ids: batches.append(tuple(ids.shape)) or exact(model, ids))
+    assert retrieval.ask(model, Characters(), samples, map(named.cache_factory, names)) == apart
+    assert batches == [(2, 120), (1, 120), (1, 240)]
 
 
 def test_a_context_written_to_the_wrong_layer_shows(monkeypatch):
@@ -135,7 +149,7 @@ def test_a_context_written_to_the_wrong_layer_shows(monkeypatch):
     write = retrieval.write
     wrong = lambda exact: [exact[0], exact[2], exact[1]]  # noqa: E731
     monkeypatch.setattr(retrieval, "write", lambda model, ids, exact, cache: write(model, ids, wrong(exact), cache))
-    results = [retrieval.ask(model, Characters(), one, [named.cache_factory("paged")])[0] for one in samples]
+    results = [row[0] for row in retrieval.ask(model, Characters(), samples, [named.cache_factory("paged")])]
     assert retrieval.score(samples, results)["accuracy"] < 0.5
 
 
@@ -144,7 +158,7 @@ def test_models_of_which_a_plain_cache_keeps_a_part_only_write_every_context_the
     model = ours(name)
     one = question(model, 0)
     assert retrieval.exact(model, torch.tensor([one.context])) is None
-    ((said, share),) = retrieval.ask(model, Characters(), one, [named.cache_factory("paged")])
+    (((said, share),),) = retrieval.ask(model, Characters(), [one], [named.cache_factory("paged")])
     assert said == one.code and share == 0.0
 
 
@@ -159,7 +173,7 @@ def test_an_answer_ends_with_the_digits_of_a_code_or_the_end_of_the_text():
             return argparse.Namespace(logits=logits)
 
         model.device = "cpu"
-        return retrieval.answer(model, tokenizer, named.cache_factory("dynamic")(ours().config), [5])
+        return retrieval.answer(model, tokenizer, named.cache_factory("dynamic")(ours().config), [[5]])[0]
 
     assert answer(*" 1234567") == " 123456"
     assert answer(*"1 2 3 4 5 6") == "1 2 3 4 "
@@ -183,7 +197,9 @@ def test_processes_share_the_samples_and_every_answer_finds_its_question(tmp_pat
     """Two processes, played one after the other: each asks every second question; together they score as one does."""
     asked = {"lengths": [300], "depths": [0, 0.5, 1], "samples": 1, "keys": [1], "haystack": "noise"}
     monkeypatch.setattr(
-        retrieval, "ask", lambda model, tokenizer, one, factories, tick: [(one.code, 0.5)] * len(list(factories))
+        retrieval,
+        "ask",
+        lambda model, tokenizer, mine, factories, tick: [[(one.code, 0.5)] * len(list(factories)) for one in mine],
     )
     parts = []
     for index in (0, 1):
@@ -211,7 +227,7 @@ def test_the_suite_prints_a_table_that_fits_a_terminal(tmp_path, monkeypatch, ca
 @pytest.mark.demo
 @pytest.mark.slow
 def test_the_demo_model_finds_a_needle_within_the_window_and_none_outside(tmp_path):
-    model, tokenizer = models.load()
+    model, tokenizer = demo_model()
     prose = retrieval.haystack_texts("prose")
     names = ["dynamic", "paged", "int8", "window:200+4"]
     for depth, inside in ((0.25, False), (0.9, True)):
@@ -219,7 +235,7 @@ def test_the_demo_model_finds_a_needle_within_the_window_and_none_outside(tmp_pa
         assert (
             len(one.context) == 512 and (one.place[0] > 512 + len(one.question) + retrieval.NEW_TOKENS - 200) == inside
         )
-        results = retrieval.ask(model, tokenizer, one, map(named.cache_factory, names))
+        (results,) = retrieval.ask(model, tokenizer, [one], map(named.cache_factory, names))
         found = [one.code in said.replace(" ", "") for said, _ in results]
         assert found == [True, True, True, inside], results
         assert results[1][1] == 0.0 and results[2][1] > 0.8 and results[3][1] > 0.5

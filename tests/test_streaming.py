@@ -13,6 +13,7 @@ from hf_kvcache.kernels import reference
 from hf_kvcache.rotary import RotaryAngles
 
 from .architectures import build
+from .forcing import demo_model
 
 
 def test_10_000_tokens_hold_no_more_than_the_first_ones():
@@ -128,7 +129,7 @@ def test_rebased_sinks_equal_streaming_llms_own_recipe():
 @pytest.mark.slow
 def test_past_the_trained_context_the_demo_model_is_still_coherent():
     """10,240 tokens of a book through a window of 512: the last 1,024 are predicted about as well as by a fresh window."""
-    model, tokenizer = models.load()
+    model, tokenizer = demo_model()
     ids = tokenizer(models.texts()["plrabn12"], return_tensors="pt").input_ids[:, :10_240]
     assert ids.shape[1] > model.config.max_position_embeddings
     streamed = _nll(model, ids)

@@ -14,7 +14,7 @@ from eval import models, streaming
 from eval.session import Session
 from hf_kvcache import PagedCache, SlidingWindowCache
 
-from .forcing import ours, text, uncached
+from .forcing import demo_model, ours, text, uncached
 
 
 def session(model, path, tokenizer=None, quick: bool = False) -> Session:
@@ -122,8 +122,8 @@ def test_the_suite_prints_a_table_that_fits_a_terminal(monkeypatch, tmp_path, ca
 @pytest.mark.slow
 def test_four_sinks_keep_the_demo_model_near_a_recomputed_window_and_none_do_not(tmp_path):
     """StreamingLLM's effect on a window of 256; `python -m eval streaming` measures it on 1,024 over 9,216 tokens."""
-    model, tokenizer = models.load()
-    texts = streaming.read(tokenizer, ["lcet10"], 1280)
+    model, tokenizer = demo_model()
+    texts = streaming.read(tokenizer, ["lcet10"], 768)
     records = streaming.run(session(model, tmp_path, tokenizer), texts, window=256, sinks=[4, 0], chunk=512, stride=128)
     with_sinks, without = (r.metrics["ratio"] for r in records)
     assert with_sinks < 1.05 and without > 2

@@ -76,6 +76,16 @@ class AffineCodec(Codec):
         v = v_codes.float() * fields["v_scale"].float().unsqueeze(-1) + fields["v_zero"].float().unsqueeze(-1)
         return k, v
 
+    def reorder(
+        self, fields: dict[str, torch.Tensor], geometry: Geometry, order: str, new: str
+    ) -> dict[str, torch.Tensor]:
+        g, again = geometry, dict(fields)
+        for name, dim, bits in (("k_codes", g.k_dim, self.k_bits), ("v_codes", g.v_dim, self.v_bits)):
+            keys = name == "k_codes"
+            codes = unpack(fields[name], g.block_size, dim, bits, order, keys=keys)
+            again[name] = pack(codes, bits, new, keys=keys)
+        return again
+
 
 def quantize(x: torch.Tensor, bits: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes (uint8, shape of `x`), scale and zero point (float16, `dim` removed) of every slice of `x` along `dim`."""

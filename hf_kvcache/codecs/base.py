@@ -96,5 +96,12 @@ class Codec(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The inverse, as near as the codec allows: float32 keys and values, shapes as in `encode`."""
 
+    def reorder(
+        self, fields: dict[str, torch.Tensor], geometry: Geometry, order: str, new: str
+    ) -> dict[str, torch.Tensor]:
+        """Fields `[pages, *shape]` that were packed in `order`, packed in the order `new`: the same codes. (Here for codecs that
+        have one order only.)"""
+        return fields
+
     def __repr__(self) -> str:
         return self.name

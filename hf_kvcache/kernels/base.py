@@ -25,7 +25,8 @@ class Pages:
     """The pages of one layer in one store.
 
     `slabs` are uint8 tensors `[pages, layout.nbytes]`; page `i` is row `row[i]` of slab `slab[i]`, at byte address
-    `addresses[i]` (all three numpy arrays, indexed by page id; addresses are int64).
+    `addresses[i]` (all three numpy arrays, indexed by page id; addresses are int64). What stands for a slab in a file is
+    indexed like one (`cold.py`), and addresses are places in the file: its pages are for `raw` and `put_raw`, not for kernels.
     """
 
     codec: Codec
@@ -41,7 +42,7 @@ class Pages:
         """A copy of the bytes of pages `ids`: uint8 `[len(ids), layout.nbytes]`, where the pages are."""
         parts, places = [], []
         for slab, rows, place in self._by_slab(ids):
-            parts.append(slab[rows])
+            parts.append(_words(slab)[rows].view(torch.uint8))
             places.append(place)
         if len(parts) == 1:
             return parts[0]
@@ -51,7 +52,20 @@ class Pages:
     def put_raw(self, ids: np.ndarray, pages: torch.Tensor) -> None:
         """Store bytes (as of `raw`, on any device) into pages `ids`."""
         for slab, rows, place in self._by_slab(ids):
-            slab[rows] = pages[torch.from_numpy(place).to(pages.device)].to(slab.device)
+            part = pages if len(place) == len(pages) else pages[torch.from_numpy(place).to(pages.device)]
+            _words(slab)[rows] = _words(part.to(slab.device))
+
+    def in_file(self, ids: np.ndarray) -> np.ndarray:
+        """`[len(ids)]` which of these pages are in a file."""
+        return np.array([not isinstance(slab, torch.Tensor) for slab in self.slabs], bool)[self.slab[ids]]
+
+    def over(self, buffer: torch.Tensor) -> Pages:
+        """Pages of this kind that are the rows of `buffer` (uint8 `[n, layout.nbytes]`), with ids from 0 on."""
+        n = len(buffer)
+        addresses = buffer.data_ptr() + np.arange(n, dtype=np.int64) * self.layout.nbytes
+        return replace(
+            self, slabs=[buffer], slab=np.zeros(n, np.int32), row=np.arange(n, dtype=np.int32), addresses=addresses
+        )
 
     def _by_slab(self, ids: np.ndarray):
         """Each slab that holds some of `ids`, its rows, and their places in `ids`."""
@@ -73,6 +87,11 @@ class Pages:
     def decode(self, ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[len(ids), kv_heads, block_size, dim]` of pages `ids` in float32."""
         return self.codec.decode(self.gather(ids), self.geometry, self.order)
+
+
+def _words(pages: torch.Tensor) -> torch.Tensor:
+    """The same bytes, eight at a time: indexing costs by the element, and a page is a whole number of cache lines."""
+    return pages.view(torch.int64)
 
 
 @dataclass

@@ -14,9 +14,11 @@
 #ifndef HFKV_ISA
 
 #include <pthread.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -41,6 +43,7 @@ constexpr int QUERY_ROWS = 48;      // rows (queries x grouped heads) that one i
 constexpr int64_t SERIAL = 400000;  // multiply-adds below which waking other threads costs more than it saves
 constexpr int PIECES = 4;           // items per thread: enough to even out a thread that is held up
 constexpr int SCORES = 4096;        // scores that an item keeps between reading keys and reading values
+constexpr int64_t RUN = 1 << 18;    // bytes read from a file at a time: what a core's own cache still holds for the checksum
 
 enum Format : int32_t { F32, F16, BF16, FP8, INT8, INT4, INT2 };
 
@@ -190,6 +193,7 @@ struct Kernels {
   // Encode one KV head of one block from keys and values of `dtype` whose tokens are the given strides (bytes) apart.
   void (*seal)(const Pages&, char* page, int head, const char* k, int64_t k_stride, const char* v, int64_t v_stride,
                int32_t dtype);
+  uint64_t (*checksum)(const char* row, int64_t nbytes);
 };
 
 }  // namespace
@@ -422,6 +426,33 @@ void hfkv_seal_pages(const Pages* sealed, const int32_t* ids, int32_t m, const P
              from + open->k.data + tokens * k_stride, k_stride, from + open->v.data + tokens * v_stride, v_stride,
              open->k.format);
   });
+}
+
+// Checksums of `m` rows of `nbytes` bytes: what `checksums` in `files.py` computes.
+void hfkv_checksums(const char* rows, int64_t nbytes, int32_t m, uint64_t* sums) {
+  const Kernels& set = *kernels.load();
+  for (int i = 0; i < m; i++) sums[i] = set.checksum(rows + i * nbytes, nbytes);
+}
+
+// Fill `m` rows of `nbytes` bytes from `offsets` of a file, and compare their checksums with `sums`. Returns the first row that
+// could not be read or is not what was written; `m` where there is none.
+int32_t hfkv_read_pages(int32_t descriptor, char* rows, int64_t nbytes, int32_t m, const int64_t* offsets,
+                        const uint64_t* sums) {
+  const Kernels& set = *kernels.load();
+  for (int i = 0; i < m;) {
+    int stop = i + 1;
+    while (stop < m && offsets[stop] == offsets[stop - 1] + nbytes && (stop + 1 - i) * nbytes <= RUN) stop++;
+    const int64_t total = (stop - i) * nbytes;
+    for (int64_t done = 0; done < total;) {
+      const ssize_t count = pread(descriptor, rows + i * nbytes + done, total - done, offsets[i] + done);
+      if (count < 0 && errno == EINTR) continue;
+      if (count <= 0) return i + int(done / nbytes);
+      done += count;
+    }
+    for (; i < stop; i++)
+      if (set.checksum(rows + i * nbytes, nbytes) != sums[i]) return i;
+  }
+  return m;
 }
 
 }  // extern "C"
@@ -1398,14 +1429,31 @@ void seal(const Pages& pages, char* page, int head, const char* k, int64_t k_str
   seal_operand(pages, page, head, false, v, v_stride, dtype);
 }
 
+// A loop that compilers turn into widening products, which is why it says no more than that.
+uint64_t checksum(const char* row, int64_t nbytes) {
+  uint64_t sum = uint64_t(nbytes);
+  const uint32_t words = uint32_t(nbytes / 4);
+  for (uint32_t i = 0; i < words; i++) {
+    uint32_t word;
+    std::memcpy(&word, row + 4 * size_t(i), 4);
+    sum += uint64_t(word) * (((i + 1) * 0x9E3779B1u) | 1u);
+  }
+  if (nbytes % 4) {
+    uint32_t word = 0;
+    std::memcpy(&word, row + 4 * size_t(words), nbytes % 4);
+    sum += uint64_t(word) * (((words + 1) * 0x9E3779B1u) | 1u);
+  }
+  return sum;
+}
+
 #if HFKV_ISA == HFKV_AVX512
-const Kernels kernels{"AVX-512", attend, seal};
+const Kernels kernels{"AVX-512", attend, seal, checksum};
 #elif HFKV_ISA == HFKV_AVX2
-const Kernels kernels{"AVX2", attend, seal};
+const Kernels kernels{"AVX2", attend, seal, checksum};
 #elif defined(__aarch64__)
-const Kernels kernels{"NEON", attend, seal};
+const Kernels kernels{"NEON", attend, seal, checksum};
 #else
-const Kernels kernels{"baseline", attend, seal};
+const Kernels kernels{"baseline", attend, seal, checksum};
 #endif
 
 #undef HFKV_SHUFFLE

@@ -60,6 +60,8 @@ _SIGNATURES = {
     "hfkv_write": (None, *[_pointer] * 4, _i32, _i32),
     "hfkv_seal": (None, _pointer, _pointer, _i32, *[_pointer] * 3, _i32),
     "hfkv_seal_pages": (None, _pointer, _pointer, _i32, _pointer, _pointer, _i32),
+    "hfkv_checksums": (None, _pointer, _i64, _i32, _pointer),
+    "hfkv_read_pages": (_i32, _i32, _pointer, _i64, _i32, _pointer, _pointer),
 }
 
 
@@ -187,6 +189,21 @@ def seal_pages(sealed: Pages, ids: np.ndarray, open_: Pages, sources: np.ndarray
     load().hfkv_seal_pages(
         sealed_pages[-1], ids.ctypes.data, len(ids), open_pages[-1], sources.ctypes.data, torch.get_num_threads()
     )
+
+
+def checksums(rows: np.ndarray) -> np.ndarray:
+    """What `files.checksums` computes of `rows` (uint8 `[n, nbytes]`)."""
+    rows, sums = np.ascontiguousarray(rows), np.empty(len(rows), np.uint64)
+    load().hfkv_checksums(rows.ctypes.data, rows.shape[1], len(rows), sums.ctypes.data)
+    return sums
+
+
+def read_pages(descriptor: int, offsets: np.ndarray, sums: np.ndarray, rows: np.ndarray) -> int | None:
+    """Fill `rows` (uint8 `[n, nbytes]`, C-contiguous) from `offsets` (int64 `[n]`) of a file and compare with their checksums
+    (uint64 `[n]`); the first row that is not right, or None."""
+    n, nbytes = rows.shape
+    first = load().hfkv_read_pages(descriptor, rows.ctypes.data, nbytes, n, offsets.ctypes.data, sums.ctypes.data)
+    return None if first == n else first
 
 
 def _as_stored(pages: Pages, x: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterator
 
-from ..kernels.base import Pages
+import numpy as np
+import torch
+
+from ..kernels.base import Pages, View
 from .base import Tier
 
 
@@ -13,8 +16,10 @@ class DeviceTier(Tier):
 
     name = "device"
 
-    def prefetch(self, key: tuple, pages: Pages, ids: np.ndarray, device) -> None:
+    def prefetch(self, key: tuple[int, int], pages: Pages, view: View, device: torch.device, fresh: np.ndarray) -> None:
         """Nothing is cold."""
 
-    def fetch(self, key: tuple, pages: Pages, ids: np.ndarray, device) -> tuple[Pages, np.ndarray]:
-        return pages, ids
+    def read(
+        self, key: tuple[int, int], pages: Pages, view: View, device: torch.device
+    ) -> Iterator[tuple[Pages, View]]:
+        yield pages, view

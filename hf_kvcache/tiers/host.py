@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from ..errors import ConfigurationError
-from ..kernels.base import Pages
-from .base import Tier
+from ..cold import Place
+from ..kernels.base import Pages, View
+from .base import Copies, Tier, check_limits, cold_ids, copies_to
 
 
 class HostTier(Tier):
@@ -23,46 +23,56 @@ class HostTier(Tier):
 
     Args:
         resident_tokens: newest positions of each row that stay on the device.
+        host_bytes: bytes that all cold blocks of a pool may take up; None for no limit.
         ring: staging buffers; 2 let one layer's copy overlap with another's attention.
         direct: read host pages in place; None decides by device.
 
     Raises:
-        ConfigurationError: for a negative number of tokens or a ring without buffers.
+        ConfigurationError: for a negative number of tokens or bytes, or a ring without buffers.
     """
 
     name = "host"
 
-    def __init__(self, resident_tokens: int = 1024, *, ring: int = 2, direct: bool | None = None):
-        if not isinstance(resident_tokens, int) or resident_tokens < 0:
-            raise ConfigurationError(
-                f"resident_tokens={resident_tokens!r} must be a whole number of at least 0 tokens."
-            )
-        if ring < 1:
-            raise ConfigurationError(f"ring={ring} leaves no buffer to bring blocks back to; use 2.")
+    def __init__(
+        self,
+        resident_tokens: int = 1024,
+        *,
+        host_bytes: int | None = None,
+        ring: int = 2,
+        direct: bool | None = None,
+    ):
+        check_limits(resident_tokens, ring, host_bytes=host_bytes)
         self.resident_tokens, self.ring, self.direct = resident_tokens, ring, direct
+        self.host_bytes, self.place = host_bytes, Place(host_bytes)
         self._staged: OrderedDict[tuple, _Staged] = OrderedDict()
         self._spare: list[torch.Tensor] = []
-        self._stream: torch.cuda.Stream | None = None
+        self._copies: Copies | None = None
 
     def _reads_in_place(self, device: torch.device) -> bool:
         return device.type == "cpu" if self.direct is None else self.direct
 
-    def prefetch(self, key: tuple, pages: Pages, ids: np.ndarray, device: torch.device) -> None:
+    def prefetch(self, key: tuple[int, int], pages: Pages, view: View, device: torch.device, fresh: np.ndarray) -> None:
         if self.ring > 1 and not self._reads_in_place(device):  # a single buffer is still being read
-            self._stage(key, pages, ids, device)
+            ids = cold_ids(view)
+            self._stage(key, pages, ids[~np.isin(ids, fresh)], device)
 
-    def fetch(self, key: tuple, pages: Pages, ids: np.ndarray, device: torch.device) -> tuple[Pages, np.ndarray]:
+    def read(
+        self, key: tuple[int, int], pages: Pages, view: View, device: torch.device
+    ) -> Iterator[tuple[Pages, View]]:
         if self._reads_in_place(device):
-            return pages, ids
+            return iter([(pages, view)])
+        ids = cold_ids(view)
         staged = self._stage(key, pages, ids, device)
-        if staged.event is not None:
-            torch.cuda.current_stream(device).wait_event(staged.event)
+        self._wait(staged)
         order = np.argsort(staged.ids)
-        places = order[np.searchsorted(staged.ids, ids, sorter=order)].astype(np.int32)
-        return _as_pages(pages, staged.buffer, len(staged.ids)), places
+        places, table = order[np.searchsorted(staged.ids, ids, sorter=order)], view.ids.copy()
+        for row, part in zip(table, np.split(places, np.cumsum(view.entry_end)[:-1]), strict=True):
+            row[: len(part)] = part
+        return iter([(pages.over(staged.buffer[: len(staged.ids)]), replace(view, ids=table))])
 
     def _stage(self, key: tuple, pages: Pages, ids: np.ndarray, device: torch.device) -> _Staged:
         """Bring what is not there yet of `ids` into the buffer of `key`."""
+        self._copies = self._copies or copies_to(device)
         staged = self._staged.get(key)
         if staged is None:
             while len(self._staged) >= self.ring:
@@ -73,27 +83,18 @@ class HostTier(Tier):
         done = len(staged.ids)
         if done + len(missing) > len(staged.buffer):
             wider = self._buffer(done + len(missing), pages.layout.nbytes, device)
-            if staged.event is not None:
-                torch.cuda.current_stream(device).wait_event(staged.event)
+            self._wait(staged)
             wider[:done].copy_(staged.buffer[:done])
             staged.buffer = wider
         if len(missing):
-            staged.event = self._copy(pages, missing, staged.buffer[done:], device)
+            staged.copied = self._copies.begin(pages, missing, staged.buffer[done:])
             staged.ids = np.concatenate([staged.ids, missing])
+            self.bytes_read += len(missing) * pages.layout.nbytes
         return staged
 
-    def _copy(self, pages: Pages, ids: np.ndarray, buffer: torch.Tensor, device: torch.device):
-        """Copy pages, on CUDA in a stream of its own; returns the event to wait for."""
-        if device.type != "cuda":
-            _copy_runs(pages, ids, buffer)
-            return None
-        self._stream = self._stream or torch.cuda.Stream(device)
-        # The buffer's last reader was queued on the compute stream: the copy must come after it.
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        buffer.record_stream(self._stream)  # its memory may be given up while the copy is still under way
-        with torch.cuda.stream(self._stream):
-            _copy_runs(pages, ids, buffer)
-            return self._stream.record_event()
+    def _wait(self, staged: _Staged) -> None:
+        if staged.copied is not None:
+            self._copies.wait(staged.copied)
 
     def _buffer(self, count: int, nbytes: int, device: torch.device) -> torch.Tensor:
         """A staging buffer for `count` pages: a spare one where it fits, else a new one with room to grow."""
@@ -106,25 +107,8 @@ class HostTier(Tier):
 
 @dataclass
 class _Staged:
-    """A staging buffer, the pages that its rows hold, and the event after which they do."""
+    """A staging buffer, the pages that its rows hold, and the copy after which they do."""
 
     buffer: torch.Tensor
     ids: np.ndarray
-    event: torch.cuda.Event | None = None
-
-
-def _copy_runs(pages: Pages, ids: np.ndarray, buffer: torch.Tensor) -> None:
-    """Copy pages `ids` into the first rows of `buffer`, a run of neighbours at a time: a view of pinned memory copies
-    asynchronously, an indexed copy of it would not."""
-    jumps = (np.diff(pages.row[ids]) != 1) | (np.diff(pages.slab[ids]) != 0)
-    starts = np.concatenate([[0], np.nonzero(jumps)[0] + 1, [len(ids)]])
-    for start, stop in itertools.pairwise(starts):
-        row = int(pages.row[ids[start]])
-        source = pages.slabs[pages.slab[ids[start]]][row : row + stop - start]
-        buffer[start:stop].copy_(source, non_blocking=True)
-
-
-def _as_pages(pages: Pages, buffer: torch.Tensor, count: int) -> Pages:
-    addresses = buffer.data_ptr() + np.arange(count, dtype=np.int64) * pages.layout.nbytes
-    slab, row = np.zeros(count, np.int32), np.arange(count, dtype=np.int32)
-    return Pages(pages.codec, pages.geometry, pages.layout, pages.order, [buffer], slab, row, addresses)
+    copied: object = None

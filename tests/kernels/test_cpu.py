@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from hf_kvcache import files
 from hf_kvcache.codecs import CODECS, codec_for
 from hf_kvcache.codecs.base import Geometry
 from hf_kvcache.kernels import cpu, reference
@@ -180,6 +181,37 @@ def test_nothing_is_read_beyond_a_page(codec: str) -> None:
         open_, also_kept = (sealed, ()) if stored.open_ is stored.sealed else _before_a_wall(stored.open_)
         assert_same(codec, cpu.decode(q, sealed, open_, view, 0.2), expected)
         del kept, also_kept
+
+
+@pytest.mark.parametrize("nbytes", (1, 3, 4, 64, 1000, 4099, 24576))
+def test_checksums(nbytes: int) -> None:
+    rows = np.random.default_rng(0).integers(0, 256, (5, nbytes), dtype=np.uint8)
+    rows[1] = 255
+    assert np.array_equal(cpu.checksums(rows), files.checksums(rows))
+    assert np.array_equal(cpu.checksums(rows[::2]), files.checksums(rows[::2]))
+
+
+@pytest.mark.parametrize("nbytes", (64, 24576, 300_000))
+def test_pages_are_read_and_checked(nbytes: int, tmp_path) -> None:
+    """Runs of neighbours, jumps, pages larger than what is read at a time; the first page that is not right."""
+    rows = np.random.default_rng(0).integers(0, 256, (30, nbytes), dtype=np.uint8)
+    (tmp_path / "pages").write_bytes(rows.tobytes())
+    order = np.array([3, 4, 5, *range(10, 30), 0, 2, 1])
+    offsets, sums, out = order.astype(np.int64) * nbytes, files.checksums(rows)[order], np.zeros_like(rows[order])
+    with open(tmp_path / "pages", "r+b") as file:
+        for read in (cpu.read_pages, files.read_rows):
+            out[:] = 0
+            assert read(file.fileno(), offsets, sums, out) is None and np.array_equal(out, rows[order])
+        for wrong in (0, 7, len(order) - 1):
+            broken = sums.copy()
+            broken[wrong:] += 1
+            assert cpu.read_pages(file.fileno(), offsets, broken, out) == wrong
+            assert files.read_rows(file.fileno(), offsets, broken, out)[0] == wrong
+        file.truncate(15 * nbytes + nbytes // 2)
+        early = int(np.nonzero(order == 15)[0][0])
+        assert cpu.read_pages(file.fileno(), offsets, sums, out) == early
+        assert files.read_rows(file.fileno(), offsets, sums, out)[0] == early
+    assert cpu.read_pages(-1, offsets, sums, out) == 0 and files.read_rows(-1, offsets, sums, out)[0] == 0
 
 
 def _before_a_wall(pages: Pages) -> tuple[Pages, list[mmap.mmap]]:

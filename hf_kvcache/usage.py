@@ -16,8 +16,8 @@ class MemoryReport:
 
     Attributes:
         stored: pages that the cache refers to, scales and unused slots included.
-        by_tier: the same by place (`device`, `host`), plus `state` for what linear-attention layers keep.
-        allocated: storages behind the cache's pool (shared with the other caches of that pool).
+        by_tier: the same by place (`device`, `host`, `disk`), plus `state` for what linear-attention layers keep.
+        allocated: storages and spill files behind the cache's pool (shared with the other caches of that pool).
         plain: what a `DynamicCache` holds for the same tokens in the model's dtype.
         ratio: `stored / plain`.
         waste: share of the slots in the cache's blocks that hold no token.
@@ -33,15 +33,17 @@ class MemoryReport:
 
 def report(storage: Storage, state_bytes: int) -> MemoryReport:
     """The report of one cache; `state_bytes` is what layers outside of the storage keep."""
-    by_tier = {"device": 0, "host": 0, "state": state_bytes}
+    by_tier = {"device": 0, "host": 0, "disk": 0, "state": state_bytes}
     slots = tokens = 0
     for group in storage.groups:
         if storage.at_rest():  # in the middle of a pass there is nothing to tidy up
             group.table.settle()
         for store in group.store.stores:
-            pages = len(np.unique(group.table.references(store)))
-            by_tier["host" if store.host else "device"] += pages * store.page_bytes
-            slots += pages * group.store.block_size
+            pages = np.unique(group.table.references(store))
+            on_disk = int(store.on_disk(pages).sum())
+            by_tier["device" if store.cold is None else "host"] += (len(pages) - on_disk) * store.page_bytes
+            by_tier["disk"] += on_disk * store.page_bytes
+            slots += len(pages) * group.store.block_size
         tokens += _distinct_tokens(group.table)
     plain = sum(layer.plain_bytes() for layer in storage.layers if layer is not None) + state_bytes
     stored = sum(by_tier.values())

@@ -1,6 +1,7 @@
 """Contexts whose exact keys and values are computed once, to be written to every cache that is measured.
 
-So caches differ in nothing but what they make of the same numbers, and a context is prefilled once, not once per cache.
+So caches differ in nothing but what they make of the same numbers, and a context is prefilled once, not once per cache. What they
+then hold is counted alike for ours and the built-in ones.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from hf_kvcache import cache_kwarg
+from .cache import KVCache, cache_kwarg
 
 States = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values [rows, kv_heads, tokens, dim] of every layer
 
@@ -43,3 +44,25 @@ def write(model, ids: torch.Tensor, held: States | None, cache: Cache, copies: i
     for layer, pair in enumerate(held):
         cache.update(*(x.repeat(copies, 1, 1, 1) if copies > 1 else x for x in pair), layer)
     return cache
+
+
+def stored_bytes(cache: Cache) -> int:
+    """Bytes of the storages behind a cache: ours counted by itself, a built-in one from its tensors."""
+    if isinstance(cache, KVCache):
+        return cache.memory().allocated
+    tensors = [t for layer in cache.layers for value in vars(layer).values() for t in _tensors(value)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def _tensors(value) -> list[torch.Tensor]:
+    """Tensors in an attribute of a layer: itself, or the parts of a quantised one (scales, zero points, codes)."""
+    if isinstance(value, torch.Tensor):
+        parts = [getattr(value, name, None) for name in ("_data", "_scale", "_shift")]
+        inner = [t for part in parts if part is not None for t in _tensors(part)]
+        return inner or [value]
+    if isinstance(value, tuple | list):
+        return [t for item in value for t in _tensors(item)]
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in _tensors(item)]
+    return []
