@@ -26,9 +26,9 @@ from rich.table import Table
 from transformers.cache_utils import Cache
 
 from hf_kvcache import KVCache, cache_kwarg, named
+from hf_kvcache.contexts import exact, write
 
 from . import models
-from .contexts import exact, write
 from .records import Record
 from .session import Session
 
