@@ -22,11 +22,11 @@ from .cache import KVCache
 from .errors import ConfigurationError
 from .mixtures import Mixture, fewest_bytes, front, least_loss
 from .plan_file import CachePlan
-from .scoring import Compared, Divergence, Reference
+from .scoring import NOISE, Compared, Divergence, Reference
 from .spec import specs_from_config
 
 ROUNDS = 6  # corrections of the sums; two or three are usual
-RETRIES = 3  # choices with a tighter tolerance, where one does not hold on the other windows
+TRIES = 5  # choices that are verified at most
 NATIVE = "native"
 
 
@@ -211,13 +211,12 @@ def tune(
     good = [codec for codec in first.codecs if first.loss(first.uniform(codec)) <= limit]
     beside = tolerance if isinstance(tolerance, str) else min(good, key=sizes.get)
     uniform = first.verify(others, first.uniform(beside))
-    allowed = uniform.kl.mean().item() if isinstance(tolerance, str) else tolerance
-    for _ in range(RETRIES):
-        tuner, mixture = _chosen(fronts, limit) if budget is None else _fitting(fronts, budget)
+    allowed = max(NOISE, uniform.kl.mean().item() if isinstance(tolerance, str) else tolerance)
+    if budget is None:
+        tuner, mixture, found = _holding(fronts, others, limit, allowed)
+    else:
+        tuner, mixture = _fitting(fronts, budget)
         found = tuner.verify(others, mixture.codecs)
-        if found.kl.mean() <= allowed or budget is not None:
-            break
-        limit *= allowed / found.kl.mean().item()
     more = (found.kl - uniform.kl).mean(1)
     return Tuned(
         plan=tuner.plan(mixture.codecs),
@@ -233,6 +232,28 @@ def tune(
         difference=more.mean().item(),
         stderr=(more.std() / len(more) ** 0.5).item() if len(more) > 1 else math.nan,
     )
+
+
+def _holding(
+    fronts: Mapping[Tuner, list[Mixture]], others: Reference, limit: float, allowed: float
+) -> tuple[Tuner, Mixture, Compared]:
+    """The fewest bytes that hold what is allowed on the other windows too. Where the first choice does not, the limit to
+    choose by is lowered by as much, and then taken between what held and what did not."""
+    best, holds, fails = None, None, None
+    for _ in range(TRIES):
+        tuner, mixture = _chosen(fronts, limit)
+        if best is not None and mixture == best[1]:
+            break
+        found = tuner.verify(others, mixture.codecs)
+        excess = found.kl.mean().item() / allowed
+        if excess <= 1:
+            best, holds = (tuner, mixture, found), limit
+        else:
+            fails = limit
+        if fails is None:
+            break
+        limit = limit / excess if holds is None else (holds * fails) ** 0.5
+    return best or (tuner, mixture, found)
 
 
 def _chosen(fronts: Mapping[Tuner, list[Mixture]], limit: float) -> tuple[Tuner, Mixture]:

@@ -314,7 +314,7 @@ def test_a_budget_that_the_tolerance_does_not_fit_is_told_what_would(tiny, capsy
     [
         (["--tolerance", "kl=abc"], "'kl=abc' is none: write kl=0.01"),
         (["--tolerance", "kl=-1"], "'kl=-1' is none"),
-        (["--tolerance", "kl=inf"], "'kl=inf' is none"),
+        (["--tolerance", "kl=0"], "'kl=0' is none"),
         (["--tolerance", "0.01"], "'0.01' is none"),
         (["--codecs", "int4,int5"], "'int5' is unknown"),
         (["--texts", "none.txt"], "No such file"),

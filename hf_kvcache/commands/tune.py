@@ -143,7 +143,7 @@ def parse_tolerance(text: str) -> float | str:
         tolerance = float(value) if name == "kl" else math.nan
     except ValueError:
         tolerance = math.nan
-    if not 0 <= tolerance < math.inf:
+    if not 0 < tolerance < math.inf:
         raise ConfigurationError(
             f"--tolerance {text!r} is none: write kl=0.01 (nats that a token may lose on average), or one of "
             f"{', '.join(CODECS)} to lose no more than that."
