@@ -36,7 +36,7 @@ def test_every_tier_has_a_row(groups):
     [
         (codecs, codecs.CODECS, {"base", "packing"}),
         (retention, retention.RETENTIONS, {"base"}),
-        (tiers, tiers.TIERS, {"base"}),
+        (tiers, tiers.TIERS, {"base", "blobs", "ladder"}),
     ],
     ids=["codecs", "retention", "tiers"],
 )

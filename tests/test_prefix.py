@@ -160,7 +160,7 @@ def test_nothing_is_found_in_another_namespace():
 
 
 def test_equal_hashes_of_other_tokens_are_no_hit(monkeypatch):
-    monkeypatch.setattr(prefix, "_key", lambda parent, tokens, media: bytes(32))
+    monkeypatch.setattr(prefix, "block_key", lambda parent, tokens, media: bytes(32))
     index = Index()
     index.enter([1, 2, 3, 4])
     assert index.length([1, 2, 3, 4]) == 4

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -204,23 +205,31 @@ def test_a_description_that_contradicts_itself_is_refused(model, cache, path, ch
 # ---- crashes and full disks ------------------------------------------------------------------------------------------
 
 
+def _save_and_die(cache, path, calls: int) -> None:
+    """Be killed at one of the calls and returns that a save consists of, or behind it."""
+    remaining = iter(range(calls))
+    die = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    sys.setprofile(lambda *call: next(remaining, None) is None and die())
+    try:
+        cache.save(path)
+    finally:
+        die()
+
+
 def test_a_process_that_is_killed_while_saving_leaves_the_earlier_file(model, path):
+    """Fifty times, at random points of the save and not of the clock, however busy the machine is."""
     caches = [filled(model, PagedCache(model.config), columns) for columns in (100, 160)]
-    rng, leftovers = random.Random(0), 0
+    rng, calls, leftovers = random.Random(0), [], 0
     caches[0].save(path)
-    for _ in range(50):
+    sys.setprofile(lambda *call: calls.append(None))
+    caches[0].save(path)
+    sys.setprofile(None)
+    for n in range(50):
+        last = rng.randrange(len(calls))
         child = os.fork()
         if not child:
-            try:
-                # After so much work of its own, however busy the machine is, the system ends it where it stands.
-                signal.signal(signal.SIGPROF, signal.SIG_DFL)
-                signal.setitimer(signal.ITIMER_PROF, rng.uniform(0.001, 0.03))
-                for cache in caches * 1000:
-                    cache.save(path)
-            finally:
-                os._exit(1)
-        rng.random()  # the child's numbers are its own
-        assert os.waitpid(child, 0)[1] == signal.SIGPROF
+            _save_and_die(caches[n % 2], path, last)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
         leftovers += len(list(path.parent.iterdir())) - 1
         again = KVCache.load(path, model)
         assert [entry.name for entry in path.parent.iterdir()] == [path.name]
