@@ -183,7 +183,9 @@ class KVCache(Cache):
             for place, index in enumerate(indices):
                 placed[index] = LayerStorage(storage, group, place, self.specs[index], index)
         storage.layers = [placed.get(index) for index in range(len(self.specs))]
-        return _transformers_layers(self.config, storage.layers, self.specs)
+        layers = _transformers_layers(self.config, storage.layers, self.specs)
+        storage.recurrent = any(isinstance(layer, LinearAttentionLayer) for layer in layers)
+        return layers
 
     def _choice(self, index: int, spec: LayerSpec) -> tuple[Retention, Codec, Tier]:
         own = {**self.choices, **self.layer_choices.get(spec.kind, {}), **self.layer_choices.get(index, {})}
@@ -267,6 +269,7 @@ class KVCache(Cache):
         for layer in self.layers:
             if isinstance(layer, LinearAttentionLayer):
                 LinearAttentionLayer.reset(layer)
+        self.storage.spoiled = False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was. Moves no block."""
@@ -353,8 +356,7 @@ class KVCache(Cache):
     def _keep_columns(self, columns: int, mask: np.ndarray) -> int:
         """Cut back to `columns` of the prompt, or to nothing where a window or a recurrent state cannot go back."""
         lengths = mask[:, :columns].sum(axis=1)
-        recurrent = any(isinstance(layer, LinearAttentionLayer) for layer in self.layers)
-        if columns == 0 or recurrent or not self.storage.can_crop(lengths):
+        if columns == 0 or self.storage.recurrent or not self.storage.can_crop(lengths):
             self.reset()
             return 0
         self.storage.crop_rows(columns, lengths)
@@ -411,7 +413,7 @@ class KVCache(Cache):
                 that `prepare` was told count as known, which is what `prepare` of the loaded cache can find again.
 
         Raises:
-            CacheStateError: there is nothing to save.
+            CacheStateError: there is nothing to save, or recurrent states have seen a pass that was taken back.
             CacheInputError: nobody said which model computed it, or `input_ids` are not of what is held.
             ConfigurationError: codec, retention or tier is of a class of your own.
             UnsupportedError: weights on the meta device.
@@ -422,6 +424,7 @@ class KVCache(Cache):
             raise CacheStateError(
                 "the cache is empty: there is nothing to save. Let the model compute something first."
             )
+        self.storage.check_states()
         model = self._who_computes(model)
         token_ids, told = self._known() if input_ids is None else self._shown_ids(input_ids)
         said = {
