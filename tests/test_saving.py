@@ -20,6 +20,7 @@ from hf_kvcache import (
     CacheStateError,
     CapacityError,
     ConfigurationError,
+    DiskTier,
     HostTier,
     KVCache,
     OffloadedCache,
@@ -196,14 +197,16 @@ def test_cold_blocks_come_back_cold_or_wherever_they_are_wanted(model, path):
 
 @pytest.mark.parametrize("codec", [name for name in codecs.CODECS if name != "native"])
 @pytest.mark.parametrize("orders", [(PLANAR, LANES), (LANES, PLANAR)], ids="-".join)
-def test_codes_are_packed_anew_where_kernels_read_another_order(model, path, monkeypatch, codec, orders):
+@pytest.mark.parametrize("kind", [HostTier, DiskTier])
+def test_codes_are_packed_anew_where_kernels_read_another_order(model, path, monkeypatch, codec, orders, kind):
     saved_as, loaded_as = orders
+    tier = HostTier(16) if kind is HostTier else DiskTier(16, path.parent)
     with dispatch.plain_torch():
         monkeypatch.setattr(pages, "order_for", lambda device: saved_as)
-        cache = filled(model, KVCache(model.config, codec=codec, block_size=8, residual=4, tier=HostTier(16)), 41)
+        cache = filled(model, KVCache(model.config, codec=codec, block_size=8, residual=4, tier=tier), 41)
         cache.save(path)
         monkeypatch.setattr(pages, "order_for", lambda device: loaded_as)
-        again = KVCache.load(path, model)
+        again = KVCache.load(path, model, tier=tier)
         assert {store.pages[0].order for group in again.pool.groups.values() for store in group.stores} == {loaded_as}
         go_on_alike(model, cache, again)
 
