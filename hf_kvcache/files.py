@@ -72,10 +72,11 @@ def read_rows(descriptor: int, offsets: np.ndarray, sums: np.ndarray, rows: np.n
 
 
 def temporary(folder: Path, name: str = "") -> tuple[Path, BinaryIO]:
-    """A new locked file of this process in `folder`, open to be written and read."""
+    """A new locked file of this process in `folder`, open to be written and read. Nobody but its user may: it is to hold texts, and
+    the folder of temporary files is everybody's."""
     while True:
         path = folder / f"{name}.{uuid.uuid4().hex}{TEMPORARY}"
-        file = open(path, "x+b")  # noqa: SIM115 - whoever asked for it closes it
+        file = open(path, "x+b", opener=_private)  # noqa: SIM115 - whoever asked for it closes it
         if _lock(file) and path.exists():
             return path, file
         file.close()  # somebody took it for a leftover before it was locked
@@ -119,6 +120,10 @@ def remove_leftovers(folder: Path) -> list[Path]:
                 path.unlink()
                 gone.append(path)
     return gone
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _lock(file: BinaryIO) -> bool:

@@ -248,6 +248,15 @@ def test_the_file_shrinks_is_used_again_and_goes(model, tmp_path):
     assert spill(tmp_path) is None
 
 
+def test_nobody_else_may_read_the_file(model, tmp_path):
+    umask = os.umask(0)
+    try:
+        cache = spilled(model, tmp_path)
+    finally:
+        os.umask(umask)
+    assert cache.stats()["bytes_written"] and spill(tmp_path).stat().st_mode & 0o077 == 0
+
+
 def test_extents_are_taken_from_gaps_and_joined(tmp_path):
     file = SpillFile(tmp_path)
     starts = [file.allocate(size) for size in (5000, 100, 4096, 9000)]

@@ -32,6 +32,19 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["x.bin"]
 
 
+def test_files_are_their_users_alone(tmp_path):
+    """Whatever the umask: saved files, blobs, and what is on its way (spill files, copies of files elsewhere)."""
+    umask = os.umask(0)
+    try:
+        new, file = files.temporary(tmp_path)
+        file.close()
+        with files.replacing(tmp_path / "x") as file:
+            file.write(b"a text")
+    finally:
+        os.umask(umask)
+    assert [path.stat().st_mode & 0o077 for path in (new, tmp_path / "x")] == [0, 0]
+
+
 def test_leftovers_of_dead_processes_go_and_those_of_living_ones_stay(tmp_path):
     context = multiprocessing.get_context("spawn")
     began = context.Event()
