@@ -418,6 +418,7 @@ class KVCache(Cache):
             ConfigurationError: codec, retention or tier is of a class of your own.
             UnsupportedError: weights on the meta device.
             SavedStateError: the file could not be written.
+            TierError: blocks in a slower tier could not be read; the cache is as it was.
         """
         self.storage.settle()
         if not self.storage.columns or not self.storage.at_rest():
@@ -519,6 +520,7 @@ class KVCache(Cache):
                 pool that was given is unchanged.
             CapacityError: the pool has no room; it is unchanged.
             CacheInputError: the pool holds another model's keys and values.
+            TierError: blocks could not be written to a slower tier; the pool is unchanged.
         """
         identity = Identity.of(model)
         with savefile.reading(path_or_url) as file:

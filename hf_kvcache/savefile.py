@@ -26,7 +26,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from . import files
-from .errors import IntegrityError, KVCacheError, SavedStateError
+from .errors import IntegrityError, KVCacheError, SavedStateError, TierError
 
 FORMAT, VERSION = "hf_kvcache", "1"
 CHECKSUMS = "checksums"
@@ -53,6 +53,8 @@ def writing(path_or_url: str | os.PathLike) -> Iterator[BinaryIO]:
         try:
             with files.replacing(Path(path)) as file:
                 yield file
+        except TierError:  # the pages that were to be written could not be read: no fault of this file's
+            raise
         except OSError as error:
             raise _not_written(path_or_url, error) from error
         return
@@ -113,6 +115,8 @@ def _temporary(path_or_url: str | os.PathLike) -> Iterator[BinaryIO]:
     try:
         with file:
             yield file
+    except TierError:  # of pages that come from a slower tier or go there: no fault of this file's
+        raise
     except OSError as error:
         raise _not_written(path_or_url, error) from error
     finally:
