@@ -27,6 +27,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from . import files
 from .errors import IntegrityError, KVCacheError, SavedStateError, TierError
+from .kernels.cpu import checksums
 
 FORMAT, VERSION = "hf_kvcache", "1"
 CHECKSUMS = "checksums"
@@ -178,7 +179,7 @@ def write(file: BinaryIO, description: dict, entries: dict[str, Entry]) -> None:
         before = len(sums)
         for rows in entry.parts():
             file.write(np.ascontiguousarray(rows).data)
-            sums.append(files.checksums(rows))
+            sums.append(checksums(rows))
         if sum(map(len, sums[before:])) != _rows(entry.shape):
             raise IntegrityError(f"{name} has other rows than its shape {entry.shape} says.")
     file.write(np.concatenate(sums).astype("<u8").tobytes())
@@ -272,7 +273,7 @@ class SavedFile:
             n = min(step, count - row)
             part = self._read(self._data + start + row * nbytes, n * nbytes).reshape(n, nbytes)
             at = self._first_row[name] + row
-            wrong = np.nonzero(files.checksums(part) != self._sums[at : at + n])[0]
+            wrong = np.nonzero(checksums(part) != self._sums[at : at + n])[0]
             if len(wrong):
                 raise self.refused(f"the checksum of {name}, row {row + int(wrong[0])}, differs")
             yield part

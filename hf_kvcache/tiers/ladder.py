@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ..errors import ConfigurationError
-from ..files import checksums
+from ..kernels.cpu import checksums
 from ..metrics import TierMetrics
 from ..pages import PageStore, empty_host
 from ..prefix import PRIORITY, Node, Slot
