@@ -513,11 +513,13 @@ class KVCache(Cache):
             path_or_url: what `save` was given.
             model: the model that computed it.
             pool: where its pages are taken from; None makes a pool of its own.
-            tier: where old blocks live from now on, in place of the tier that the cache had.
+            tier: where old blocks live from now on, in place of the tier that the cache had. (A disk tier's folder is not in the
+                file: unless this says another, its blocks go to the folder of temporary files, with a warning.)
 
         Raises:
             SavedStateError: no such file, or it is damaged, of another model or format version, or a cache of another class. A
                 pool that was given is unchanged.
+            ConfigurationError: the tier that the file says cannot be had here (a disk with too little room): say `tier`.
             CapacityError: the pool has no room; it is unchanged.
             CacheInputError: the pool holds another model's keys and values.
             TierError: blocks could not be written to a slower tier; the pool is unchanged.
@@ -534,6 +536,7 @@ class KVCache(Cache):
                         f"{path_or_url} holds a {kind.__name__}, no {cls.__name__}: KVCache.load takes both."
                     )
                 choices = saving.choices_from(said["choices"]) | ({} if tier is None else {"tier": tier})
+                _warn_of_folder(path_or_url, choices, given=tier is not None)
                 if pool is not None:
                     saved.verify()  # before anything in it changes
                 cache = kind.__new__(kind)
@@ -617,6 +620,18 @@ def _check_counts(block_size, residual) -> None:
         )
     if not isinstance(residual, int) or residual < 0:
         raise ConfigurationError(f"residual={residual!r} must be a whole number of at least 0 tokens.")
+
+
+def _warn_of_folder(path_or_url: str | os.PathLike, choices: Mapping, given: bool) -> None:
+    """Say where the blocks go of a disk tier that came out of a file."""
+    tiers = [own.get("tier") for own in choices["layers"].values()] + ([] if given else [choices["tier"]])
+    spilling = next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
+    if spilling is not None:
+        warnings.warn(
+            f"{path_or_url} does not say in which folder its disk tier is to be: it is in {spilling.place.folder}, where "
+            "temporary files are. KVCache.load(..., tier=DiskTier(tokens, folder)) says another.",
+            stacklevel=3,
+        )
 
 
 def _check_pool(pool: BlockPool, config) -> None:
@@ -751,8 +766,9 @@ class OffloadedCache(KVCache):
     """Everything, exactly; blocks older than the newest `resident_tokens` live in host memory or on disk and come back ahead
     of the attention over them.
 
-    With a `disk_path` they go to a spill file in that folder, of at most `disk_bytes`, once `host_bytes` of host memory are
-    full (0 unless given); without one all of them go to host memory. See `DiskTier` and `HostTier`, which `tier` may also give.
+    With a `disk_path` they go to a spill file in that folder, of at most `disk_bytes` of pages, once `host_bytes` of host memory
+    are full (0 unless given); without one all of them go to host memory. See `DiskTier` and `HostTier`, which `tier` may also
+    give.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ Wanted = list[tuple["PageStore", int]]  # pages that stores are going to take
 @dataclass(frozen=True)
 class Place:
     """Where a tier keeps what is not on the device: host memory up to `host_bytes` (None: without a limit), then a file in
-    `folder` (None: nowhere) of at most `disk_bytes` (None: what the file system has left)."""
+    `folder` (None: nowhere) of at most `disk_bytes` of pages (None: what the file system has left)."""
 
     host_bytes: int | None = None
     folder: Path | None = None

@@ -426,9 +426,9 @@ class BlockPool:
             self.trim()
 
     def save(self, path_or_url: str | os.PathLike) -> None:
-        """Write all that sessions can find here to a file, with its pages, for `load`, in this process or another one. What was
-        at `path_or_url` (a path, or a URL of any file system that fsspec knows) before is replaced in one step. Other threads
-        wait.
+        """Write all that sessions can find in the pool itself to a file, with its pages, for `load`, in this process or another
+        one; what is on a ladder is not in the file. What was at `path_or_url` (a path, or a URL of any file system that fsspec
+        knows) before is replaced in one step. Other threads wait.
 
         The file has token ids, keys and values in it, so it is as secret as the texts are. Of salts it has digests only.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import textwrap
 import warnings
 from pathlib import Path
@@ -193,6 +194,20 @@ def test_cold_blocks_come_back_cold_or_wherever_they_are_wanted(model, path):
     cold = KVCache.load(path, model, tier=HostTier(4))
     forced(model, cold, text(1, 1))
     assert cold.stats()["blocks_cold"] > 0
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["all-layers", "one-layer"])
+def test_a_disk_tiers_folder_is_not_in_the_file_and_a_warning_says_so(model, path, own):
+    tier = DiskTier(8, path.parent / "a-folder-of-mine")
+    choices = {"layers": {1: {"tier": tier}}} if own else {"tier": tier}
+    filled(model, KVCache(model.config, block_size=4, **choices), 30).save(path)
+    assert b"a-folder-of-mine" not in path.read_bytes()
+    with pytest.warns(UserWarning, match=f"in {tempfile.gettempdir()}, where temporary files are.*tier=DiskTier"):
+        assert KVCache.load(path, model).memory().by_tier["disk"] > 0
+    if not own:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert KVCache.load(path, model, tier=tier).storage.groups[0].tier.place == tier.place
 
 
 @pytest.mark.parametrize("codec", [name for name in codecs.CODECS if name != "native"])
