@@ -183,7 +183,9 @@ class KVCache(Cache):
             for place, index in enumerate(indices):
                 placed[index] = LayerStorage(storage, group, place, self.specs[index], index)
         storage.layers = [placed.get(index) for index in range(len(self.specs))]
-        return _transformers_layers(self.config, storage.layers, self.specs)
+        layers = _transformers_layers(self.config, storage.layers, self.specs)
+        storage.recurrent = any(isinstance(layer, LinearAttentionLayer) for layer in layers)
+        return layers
 
     def _choice(self, index: int, spec: LayerSpec) -> tuple[Retention, Codec, Tier]:
         own = {**self.choices, **self.layer_choices.get(spec.kind, {}), **self.layer_choices.get(index, {})}
@@ -267,6 +269,7 @@ class KVCache(Cache):
         for layer in self.layers:
             if isinstance(layer, LinearAttentionLayer):
                 LinearAttentionLayer.reset(layer)
+        self.storage.spoiled = False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was. Moves no block."""
@@ -353,8 +356,7 @@ class KVCache(Cache):
     def _keep_columns(self, columns: int, mask: np.ndarray) -> int:
         """Cut back to `columns` of the prompt, or to nothing where a window or a recurrent state cannot go back."""
         lengths = mask[:, :columns].sum(axis=1)
-        recurrent = any(isinstance(layer, LinearAttentionLayer) for layer in self.layers)
-        if columns == 0 or recurrent or not self.storage.can_crop(lengths):
+        if columns == 0 or self.storage.recurrent or not self.storage.can_crop(lengths):
             self.reset()
             return 0
         self.storage.crop_rows(columns, lengths)
@@ -411,17 +413,19 @@ class KVCache(Cache):
                 that `prepare` was told count as known, which is what `prepare` of the loaded cache can find again.
 
         Raises:
-            CacheStateError: there is nothing to save.
+            CacheStateError: there is nothing to save, or recurrent states have seen a pass that was taken back.
             CacheInputError: nobody said which model computed it, or `input_ids` are not of what is held.
             ConfigurationError: codec, retention or tier is of a class of your own.
             UnsupportedError: weights on the meta device.
             SavedStateError: the file could not be written.
+            TierError: blocks in a slower tier could not be read; the cache is as it was.
         """
         self.storage.settle()
         if not self.storage.columns or not self.storage.at_rest():
             raise CacheStateError(
                 "the cache is empty: there is nothing to save. Let the model compute something first."
             )
+        self.storage.check_states()
         model = self._who_computes(model)
         token_ids, told = self._known() if input_ids is None else self._shown_ids(input_ids)
         said = {
@@ -509,13 +513,16 @@ class KVCache(Cache):
             path_or_url: what `save` was given.
             model: the model that computed it.
             pool: where its pages are taken from; None makes a pool of its own.
-            tier: where old blocks live from now on, in place of the tier that the cache had.
+            tier: where old blocks live from now on, in place of the tier that the cache had. (A disk tier's folder is not in the
+                file: unless this says another, its blocks go to the folder of temporary files, with a warning.)
 
         Raises:
             SavedStateError: no such file, or it is damaged, of another model or format version, or a cache of another class. A
                 pool that was given is unchanged.
+            ConfigurationError: the tier that the file says cannot be had here (a disk with too little room): say `tier`.
             CapacityError: the pool has no room; it is unchanged.
             CacheInputError: the pool holds another model's keys and values.
+            TierError: blocks could not be written to a slower tier; the pool is unchanged.
         """
         identity = Identity.of(model)
         with savefile.reading(path_or_url) as file:
@@ -529,6 +536,7 @@ class KVCache(Cache):
                         f"{path_or_url} holds a {kind.__name__}, no {cls.__name__}: KVCache.load takes both."
                     )
                 choices = saving.choices_from(said["choices"]) | ({} if tier is None else {"tier": tier})
+                _warn_of_folder(path_or_url, choices, given=tier is not None)
                 if pool is not None:
                     saved.verify()  # before anything in it changes
                 cache = kind.__new__(kind)
@@ -612,6 +620,18 @@ def _check_counts(block_size, residual) -> None:
         )
     if not isinstance(residual, int) or residual < 0:
         raise ConfigurationError(f"residual={residual!r} must be a whole number of at least 0 tokens.")
+
+
+def _warn_of_folder(path_or_url: str | os.PathLike, choices: Mapping, given: bool) -> None:
+    """Say where the blocks go of a disk tier that came out of a file."""
+    tiers = [own.get("tier") for own in choices["layers"].values()] + ([] if given else [choices["tier"]])
+    spilling = next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
+    if spilling is not None:
+        warnings.warn(
+            f"{path_or_url} does not say in which folder its disk tier is to be: it is in {spilling.place.folder}, where "
+            "temporary files are. KVCache.load(..., tier=DiskTier(tokens, folder)) says another.",
+            stacklevel=3,
+        )
 
 
 def _check_pool(pool: BlockPool, config) -> None:
@@ -746,8 +766,9 @@ class OffloadedCache(KVCache):
     """Everything, exactly; blocks older than the newest `resident_tokens` live in host memory or on disk and come back ahead
     of the attention over them.
 
-    With a `disk_path` they go to a spill file in that folder, of at most `disk_bytes`, once `host_bytes` of host memory are
-    full (0 unless given); without one all of them go to host memory. See `DiskTier` and `HostTier`, which `tier` may also give.
+    With a `disk_path` they go to a spill file in that folder, of at most `disk_bytes` of pages, once `host_bytes` of host memory
+    are full (0 unless given); without one all of them go to host memory. See `DiskTier` and `HostTier`, which `tier` may also
+    give.
     """
 
     def __init__(

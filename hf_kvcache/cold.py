@@ -39,7 +39,7 @@ Wanted = list[tuple["PageStore", int]]  # pages that stores are going to take
 @dataclass(frozen=True)
 class Place:
     """Where a tier keeps what is not on the device: host memory up to `host_bytes` (None: without a limit), then a file in
-    `folder` (None: nowhere) of at most `disk_bytes` (None: what the file system has left)."""
+    `folder` (None: nowhere) of at most `disk_bytes` of pages (None: what the file system has left)."""
 
     host_bytes: int | None = None
     folder: Path | None = None
@@ -283,7 +283,7 @@ class DiskSlab:
     def __setitem__(self, rows: torch.Tensor, pages: torch.Tensor) -> None:
         rows, pages = rows.numpy(), pages.view(torch.uint8).numpy()
         self.file.write(self.offsets(rows), pages)
-        self.sums[rows] = cpu.checksums(pages) if cpu.load() is not None else files.checksums(pages)
+        self.sums[rows] = cpu.checksums(pages)
 
     def spoil(self, rows: np.ndarray) -> None:
         """Have a later read of these rows fail."""

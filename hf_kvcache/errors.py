@@ -20,7 +20,8 @@ class CacheStateError(KVCacheError, RuntimeError):
 
 
 class CapacityError(KVCacheError, RuntimeError):
-    """The pool has no room for what was asked; every live sequence is as it was, and nothing was evicted.
+    """The pool has no room for what was asked; every live sequence is as it was, and nothing was evicted. (The recurrent states
+    that some models have beside keys and values have seen a refused pass: such a cache says that it must be reset.)
 
     Attributes:
         needed: what the operation needed beyond what is in use, in `unit`.
@@ -46,7 +47,7 @@ class CapacityError(KVCacheError, RuntimeError):
 
 class TierError(KVCacheError, OSError):
     """Blocks could not be written to a slower tier, or not be read back as they were; the cache is as before the pass, which
-    may be repeated.
+    may be repeated. (Not where the model has recurrent states: they have seen the pass, and the cache must be reset.)
 
     Attributes:
         offset: where in its file, in bytes; None where that is not known.

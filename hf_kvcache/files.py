@@ -1,12 +1,14 @@
 """Files that are whole or not there, files that vanish with their process, and checksums of what is read back.
 
 A file under work carries a lock that the operating system drops with its owner, however that ends: what is unlocked and not yet
-renamed is a leftover of a dead process, and `remove_leftovers` takes it away.
+renamed is a leftover of a dead process, and `remove_leftovers` takes it away. (On a file system without locks, as some network
+mounts are, files are made without, and leftovers stay.)
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import uuid
 from collections.abc import Iterator
@@ -72,11 +74,18 @@ def read_rows(descriptor: int, offsets: np.ndarray, sums: np.ndarray, rows: np.n
 
 
 def temporary(folder: Path, name: str = "") -> tuple[Path, BinaryIO]:
-    """A new locked file of this process in `folder`, open to be written and read."""
+    """A new locked file of this process in `folder`, open to be written and read. Nobody but its user may: it is to hold texts,
+    and the folder of temporary files is everybody's."""
     while True:
         path = folder / f"{name}.{uuid.uuid4().hex}{TEMPORARY}"
-        file = open(path, "x+b")  # noqa: SIM115 - whoever asked for it closes it
-        if _lock(file) and path.exists():
+        file = open(path, "x+b", opener=_private)  # noqa: SIM115 - whoever asked for it closes it
+        try:
+            kept = _lock(file) is not False and path.exists()
+        except BaseException:
+            file.close()
+            path.unlink(missing_ok=True)
+            raise
+        if kept:
             return path, file
         file.close()  # somebody took it for a leftover before it was locked
 
@@ -93,6 +102,8 @@ def replacing(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
             file.flush()
             if durable:
                 os.fsync(file.fileno())
+            if fcntl is None:
+                file.close()  # Windows renames no open file. Elsewhere it stays open, and so locked, until it has its name
             os.replace(new, path)
         if durable:
             _sync_folder(path.parent)
@@ -102,12 +113,20 @@ def replacing(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
 
 
 def claim(path: Path) -> BinaryIO | None:
-    """A file that stands for something only one may use: locked until it is closed, None where somebody else has it."""
-    file = open(path, "a+b")  # noqa: SIM115 - whoever asked for it closes it
-    if _lock(file):
-        return file
-    file.close()
-    return None
+    """A file that stands for something only one may use: locked until it is closed, None where somebody else has it.
+
+    Raises:
+        OSError: it cannot be made, or the file system has no locks.
+    """
+    file, locked = open(path, "a+b"), None  # noqa: SIM115 - whoever asked for it closes it
+    try:
+        locked = _lock(file)
+    finally:
+        if not locked:
+            file.close()
+    if locked is None:
+        raise OSError(errno.ENOLCK, "its file system has no locks", str(path))
+    return file if locked else None
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
@@ -121,7 +140,12 @@ def remove_leftovers(folder: Path) -> list[Path]:
     return gone
 
 
-def _lock(file: BinaryIO) -> bool:
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _lock(file: BinaryIO) -> bool | None:
+    """Whether a file is locked for us now; None where its file system has no locks."""
     if fcntl is None:
         return True
     try:
@@ -129,6 +153,10 @@ def _lock(file: BinaryIO) -> bool:
         return True
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            return None
+        raise
 
 
 def _sync_folder(folder: Path) -> None:

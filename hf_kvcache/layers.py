@@ -65,9 +65,9 @@ class LayerStorage:
 
         Raises:
             CacheInputError: another shape, dtype, device or batch size than the cache holds; nothing was stored.
-            CacheStateError: an earlier pass stopped halfway.
+            CacheStateError: an earlier pass stopped halfway, or was taken back after recurrent states had seen it.
             CapacityError: the pool has no room; nothing was stored.
-            TierError: a slower tier could not be written to; the cache is as before the pass.
+            TierError: a slower tier could not be written to; what is stored is as before the pass.
         """
         self._check(k, v)
         storage = self.storage
@@ -304,11 +304,12 @@ class LayerStorage:
         try:
             yield
         except TierError as error:
-            where = self._block_at(error.offset)
+            where, recurrent = self._block_at(error.offset), self.storage.recurrent
             self.storage.undo()
+            again = ", but for recurrent states, which have seen it:" if recurrent else ": repeat it, or"
             raise TierError(
-                f"layer {self.layer}{where}: {error}. The cache is as before this pass: repeat it, or reset() the cache and "
-                "prefill again."
+                f"layer {self.layer}{where}: {error}. The cache is as before this pass{again} reset() the cache and prefill "
+                "again."
             ) from error
 
     def _block_at(self, offset: int | None) -> str:

@@ -279,9 +279,11 @@ class BlockPool:
             freed = [slot.group.store for slot in slots if slot.group.store.refs[slot.page] == 1]
             short -= sum(size(store) for store in freed if store in stores)
             gone += slots
-        if gone and self.ladder is not None:
-            self.ladder.store(gone, self.prefixes.level)
-        self._unname(gone)
+        try:
+            if gone and self.ladder is not None:
+                self.ladder.store(gone, self.prefixes.level)
+        finally:  # also where somebody interrupts it: the index has let go of them
+            self._unname(gone)
 
     def _unname(self, gone: list[Slot]) -> None:
         for slot in gone:
@@ -381,10 +383,12 @@ class BlockPool:
             if not self.fits(demands):
                 return
             restored: dict[tuple[bytes, int], int] = {}
-            for (store, place, nodes), (_, pages, _) in zip(wanted, self.reserve(demands), strict=True):
-                held.append((store, np.array(pages, np.int32)))
-                good = self.ladder.load(store, place, nodes, held[-1][1])
-                restored |= {(node.key, place): page for node, page, ok in zip(nodes, pages, good, strict=True) if ok}
+            taken = [np.array(pages, np.int32) for _, pages, _ in self.reserve(demands)]
+            held += [(group.store, pages) for group, pages in zip(root.groups, taken, strict=True)]
+            for (store, place, nodes), pages in zip(wanted, taken, strict=True):
+                good = self.ladder.load(store, place, nodes, pages)
+                found = zip(nodes, pages.tolist(), good, strict=True)
+                restored |= {(node.key, place): page for node, page, ok in found if ok}
         for match, _ in needs:
             self._enter_restored(root, match, restored)
 
@@ -422,9 +426,9 @@ class BlockPool:
             self.trim()
 
     def save(self, path_or_url: str | os.PathLike) -> None:
-        """Write all that sessions can find here to a file, with its pages, for `load`, in this process or another one. What was
-        at `path_or_url` (a path, or a URL of any file system that fsspec knows) before is replaced in one step. Other threads
-        wait.
+        """Write all that sessions can find in the pool itself to a file, with its pages, for `load`, in this process or another
+        one; what is on a ladder is not in the file. What was at `path_or_url` (a path, or a URL of any file system that fsspec
+        knows) before is replaced in one step. Other threads wait.
 
         The file has token ids, keys and values in it, so it is as secret as the texts are. Of salts it has digests only.
 

@@ -1,7 +1,7 @@
 """The blocks that a pool's prefix index names, in a file of saved state (`savefile.py`), and back into a pool.
 
 Blocks are written in order of what they are worth: what would be given up last comes first, and no block before the one that it
-follows. A pool with less room takes the first of them.
+follows. A pool with less room takes the first of them. What is on a ladder is not in the file.
 
 | tensor | what it holds |
 |---|---|

@@ -26,7 +26,8 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from . import files
-from .errors import IntegrityError, KVCacheError, SavedStateError
+from .errors import IntegrityError, KVCacheError, SavedStateError, TierError
+from .kernels.cpu import checksums
 
 FORMAT, VERSION = "hf_kvcache", "1"
 CHECKSUMS = "checksums"
@@ -53,6 +54,8 @@ def writing(path_or_url: str | os.PathLike) -> Iterator[BinaryIO]:
         try:
             with files.replacing(Path(path)) as file:
                 yield file
+        except TierError:  # the pages that were to be written could not be read: no fault of this file's
+            raise
         except OSError as error:
             raise _not_written(path_or_url, error) from error
         return
@@ -113,6 +116,8 @@ def _temporary(path_or_url: str | os.PathLike) -> Iterator[BinaryIO]:
     try:
         with file:
             yield file
+    except TierError:  # of pages that come from a slower tier or go there: no fault of this file's
+        raise
     except OSError as error:
         raise _not_written(path_or_url, error) from error
     finally:
@@ -174,7 +179,7 @@ def write(file: BinaryIO, description: dict, entries: dict[str, Entry]) -> None:
         before = len(sums)
         for rows in entry.parts():
             file.write(np.ascontiguousarray(rows).data)
-            sums.append(files.checksums(rows))
+            sums.append(checksums(rows))
         if sum(map(len, sums[before:])) != _rows(entry.shape):
             raise IntegrityError(f"{name} has other rows than its shape {entry.shape} says.")
     file.write(np.concatenate(sums).astype("<u8").tobytes())
@@ -268,7 +273,7 @@ class SavedFile:
             n = min(step, count - row)
             part = self._read(self._data + start + row * nbytes, n * nbytes).reshape(n, nbytes)
             at = self._first_row[name] + row
-            wrong = np.nonzero(files.checksums(part) != self._sums[at : at + n])[0]
+            wrong = np.nonzero(checksums(part) != self._sums[at : at + n])[0]
             if len(wrong):
                 raise self.refused(f"the checksum of {name}, row {row + int(wrong[0])}, differs")
             yield part

@@ -169,11 +169,12 @@ def page_entry(store: PageStore, place: int, ids: np.ndarray) -> Entry:
 def put_pages(pages: Pages, ids: np.ndarray, rows: np.ndarray, order: str) -> None:
     """Store the bytes of pages, packed in any order."""
     raw = torch.from_numpy(rows)
-    if order == pages.order:
-        pages.put_raw(ids, raw)
-    else:
+    if order != pages.order:
         fields = pages.codec.layout(pages.geometry, order).views(raw)
-        pages.scatter(ids, pages.codec.reorder(fields, pages.geometry, order, pages.order))
+        packed = pages.over(torch.zeros((len(ids), pages.layout.nbytes), dtype=torch.uint8))
+        packed.scatter(np.arange(len(ids)), pages.codec.reorder(fields, pages.geometry, order, pages.order))
+        raw = packed.slabs[0]
+    pages.put_raw(ids, raw)
 
 
 class Held(NamedTuple):

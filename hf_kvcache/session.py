@@ -52,7 +52,8 @@ class Session(KVCache):
         salt: a secret of a tenant. What was computed under another one is never found, nor can it be told from what was
             never computed.
         adapter: name of an adapter that the caller applies. Adapters that peft has loaded into the model count with their
-            weights, named here or not.
+            weights, named here or not. A name must never stand for other weights, in a later process neither, where a ladder
+            has a disk or a store is loaded: put a version into it.
         media: images and the like behind placeholder tokens, for all rows; `session.media` may grow from turn to turn. A
             call that hands their tensors to the model finds what comes before the first of them. They speak for all tensors
             but ids, mask, `position_ids` and `token_type_ids`; without `media`, a call with such tensors computes everything

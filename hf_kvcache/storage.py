@@ -34,6 +34,9 @@ class Storage:
         padding: the padding mask of the pass that is about to begin, `[batch, columns]`, when the model's masks told.
         foreign_mask: whether the model's masks were ever told to be something else than causal, sliding, or hiding padding:
             then what is held of a token depends on more than the tokens before it.
+        recurrent: whether the cache has states of linear attention beside this, which see a pass before it is planned and cannot
+            go back.
+        spoiled: whether they have seen a pass that was refused or taken back: only `KVCache.reset` makes that good.
         ticket, told: for compiled passes (`compiled.py`): how they find this object, and, while one is traced, the
             padding mask that its first layer passes on.
     """
@@ -43,6 +46,7 @@ class Storage:
         self.layers: list[LayerStorage | None] = []
         self.materialisations = 0
         self.checks_positions = False  # whether they must follow on: in generate(), and in a session
+        self.recurrent = self.spoiled = False
         self.ticket, self.told = ticket_for(self), None
         self._forget()
 
@@ -60,6 +64,8 @@ class Storage:
         nothing."""
         batch, _, q_len, _ = k.shape
         padding, self.padding = self.padding, None
+        self.check_states()
+        self.spoiled = self.recurrent  # until the pass is planned: layers before the first one here may have seen it
         if self._halfway():
             raise CacheStateError(
                 f"layers {self._halfway()} stopped halfway through an earlier forward pass. Call reset(), or crop() to before it."
@@ -84,9 +90,19 @@ class Storage:
         self.batch, self.columns = batch, self.columns + q_len
         if valid is not None or self.valid is not None:
             self._enter_columns(valid, q_len)
+        self.spoiled = False
+
+    def check_states(self) -> None:
+        """Raise `CacheStateError` where recurrent states are ahead of what is stored."""
+        if self.spoiled:
+            raise CacheStateError(
+                "a forward pass was refused or taken back, and the model's recurrent states had seen it already: reset() the "
+                "cache and prefill again."
+            )
 
     def undo(self) -> None:
-        """Take back the pass that some layers have begun, whatever it sealed, moved or dropped."""
+        """Take back the pass that some layers have begun, whatever it sealed, moved or dropped. (All but recurrent states.)"""
+        self.spoiled = self.recurrent
         for group in self.groups:
             group.table.undo()
         self._set_columns(self.columns - self.groups[0].step.q_len)
@@ -290,7 +306,7 @@ class Storage:
             mine.table.clear()
             mine.table = theirs.table.fork()
         self.columns, self.batch = other.columns, other.batch
-        self.valid, self.foreign_mask = other.valid, other.foreign_mask
+        self.valid, self.foreign_mask, self.spoiled = other.valid, other.foreign_mask, other.spoiled
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             if mine is not None:
                 mine.columns, mine.geometry, mine.device = theirs.columns, theirs.geometry, theirs.device

@@ -28,8 +28,9 @@ from hf_kvcache import (
     cache_kwarg,
 )
 
-from .architectures import build
-from .forcing import forced, ours, text
+from .architectures import LINEAR, build
+from .configs import EXACT
+from .forcing import error, forced, ours, text, uncached
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,7 @@ def test_what_cannot_be_built_is_refused_at_construction(config, make, says):
 
 
 def test_every_error_is_one_of_ours_and_one_of_pythons():
-    for error, builtin in (
+    for kind, builtin in (
         (ConfigurationError, ValueError),
         (CacheInputError, ValueError),
         (CacheStateError, RuntimeError),
@@ -119,7 +120,7 @@ def test_every_error_is_one_of_ours_and_one_of_pythons():
         (TierError, OSError),
         (UnsupportedError, NotImplementedError),
     ):
-        assert issubclass(error, KVCacheError) and issubclass(error, builtin)
+        assert issubclass(kind, KVCacheError) and issubclass(kind, builtin)
 
 
 # ---- input that does not fit -----------------------------------------------------------------------------------------
@@ -235,6 +236,21 @@ def test_a_full_pool_counts_before_anything_is_stored(model, limit, bits):
     with unchanged(model, cache), refused(CapacityError, f"{limit[9:]}|bytes"):
         forced(model, cache, text(2, 30))
     assert cache.get_seq_length() == 0 and cache.memory().stored == 0
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("held", [0, 8])
+def test_recurrent_states_have_seen_a_pass_that_a_full_pool_refuses(name, held):
+    model, ids = ours(name), text(1, 12)
+    cache = PagedCache(model.config, pool=BlockPool(model.config, capacity_tokens=16))
+    if held:
+        forced(model, cache, ids[:, :held])
+    with refused(CapacityError, "tokens fit"):
+        forced(model, cache, text(1, 20))
+    with refused(CacheStateError, "recurrent states", r"reset\(\)"):
+        forced(model, cache, ids[:, held:])
+    cache.reset()
+    assert error(forced(model, cache, ids), uncached(model, ids)) < EXACT
 
 
 def test_capacity_errors_carry_numbers(model):

@@ -20,6 +20,7 @@ import torch
 
 from hf_kvcache import (
     BlockPool,
+    CacheStateError,
     CapacityError,
     ConfigurationError,
     DiskTier,
@@ -34,6 +35,7 @@ from hf_kvcache.cold import Place, SpillFile
 from hf_kvcache.kernels import cpu
 from hf_kvcache.tiers import disk
 
+from .architectures import LINEAR
 from .forcing import error, forced, ours, text, uncached
 
 PAGE = 4 * 2 * 8 * 2 * 4  # bytes of a block of 4 tokens in one layer of the model below; a block has three
@@ -246,6 +248,15 @@ def test_the_file_shrinks_is_used_again_and_goes(model, tmp_path):
     assert spill(tmp_path) is None
 
 
+def test_nobody_else_may_read_the_file(model, tmp_path):
+    umask = os.umask(0)
+    try:
+        cache = spilled(model, tmp_path)
+    finally:
+        os.umask(umask)
+    assert cache.stats()["bytes_written"] and spill(tmp_path).stat().st_mode & 0o077 == 0
+
+
 def test_extents_are_taken_from_gaps_and_joined(tmp_path):
     file = SpillFile(tmp_path)
     starts = [file.allocate(size) for size in (5000, 100, 4096, 9000)]
@@ -410,6 +421,29 @@ def test_a_write_that_fails_undoes_the_pass(model, case, kind, length):
                 forced(model, cache, ids)
         assert held(cache) == before
     assert error(forced(model, cache, ids), wanted) < 1e-4
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("call", ["pwrite", "preadv"])
+def test_recurrent_states_that_have_seen_a_failed_pass_are_not_used(name, call, tmp_path, monkeypatch):
+    """They cannot go back: a pass that is repeated would go through them twice, and nobody would see it."""
+    monkeypatch.setattr(cpu, "load", lambda: None)
+    model, ids, more = ours(name), text(1, 43), text(1, 1, seed=3)
+    cache = KVCache(model.config, block_size=4, tier=DiskTier(4, tmp_path, chunk_bytes=600))
+    forced(model, cache, ids)
+    with faulty(call, "error", 0, 2), pytest.raises(TierError, match=r"but for recurrent states.*reset\(\)"):
+        forced(model, cache, more)
+    cache.check_integrity()
+    for go_on in (
+        lambda: forced(model, cache, more),
+        lambda: forced(model, cache.fork(), more),
+        lambda: cache.save(tmp_path / "saved", model, input_ids=ids),
+    ):
+        with pytest.raises(CacheStateError, match=r"recurrent states.*reset\(\)"):
+            go_on()
+    cache.reset()
+    forced(model, cache, ids)
+    assert error(forced(model, cache, more), uncached(model, torch.cat([ids, more], 1))[:, -1:]) < 1e-4
 
 
 @pytest.mark.parametrize("attention", ["hf_kvcache", "sdpa"])

@@ -1,5 +1,6 @@
 """Files that are whole or not there, and checksums that notice every flipped bit."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -7,7 +8,15 @@ import signal
 import numpy as np
 import pytest
 
-from hf_kvcache import files
+from hf_kvcache import ConfigurationError, files
+from hf_kvcache.tiers.blobs import DiskBlobs
+
+
+def broken(number: int):
+    def call(*arguments):
+        raise OSError(number, errno.errorcode[number])
+
+    return call
 
 
 def _die_while_writing(path, began):
@@ -32,6 +41,19 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["x.bin"]
 
 
+def test_files_are_their_users_alone(tmp_path):
+    """Whatever the umask: saved files, blobs, and what is on its way (spill files, copies of files elsewhere)."""
+    umask = os.umask(0)
+    try:
+        new, file = files.temporary(tmp_path)
+        file.close()
+        with files.replacing(tmp_path / "x") as file:
+            file.write(b"a text")
+    finally:
+        os.umask(umask)
+    assert [path.stat().st_mode & 0o077 for path in (new, tmp_path / "x")] == [0, 0]
+
+
 def test_leftovers_of_dead_processes_go_and_those_of_living_ones_stay(tmp_path):
     context = multiprocessing.get_context("spawn")
     began = context.Event()
@@ -46,6 +68,39 @@ def test_leftovers_of_dead_processes_go_and_those_of_living_ones_stay(tmp_path):
     assert gone != mine and mine.exists() and not (tmp_path / "x.bin").exists()
     file.close()
     assert files.remove_leftovers(tmp_path) == [mine]
+
+
+@pytest.mark.skipif(files.fcntl is None, reason="needs flock")
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks(tmp_path, monkeypatch, number):
+    """Files are saved there, nobody takes those at work for leftovers, and what only one may use is refused."""
+    monkeypatch.setattr(files.fcntl, "flock", broken(number))
+    path = tmp_path / "x.bin"
+    with files.replacing(path) as file:
+        file.write(b"whole")
+        assert files.remove_leftovers(tmp_path) == []
+    assert path.read_bytes() == b"whole" and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(OSError, match="no locks"):
+        files.claim(tmp_path / "lock")
+    with pytest.raises(ConfigurationError, match=r"cannot be used.*no locks"):
+        DiskBlobs(tmp_path / "folder", 100)
+
+
+@pytest.mark.skipif(files.fcntl is None, reason="needs flock")
+def test_an_error_while_locking_leaves_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(files.fcntl, "flock", broken(errno.EIO))
+    with pytest.raises(OSError, match="EIO"), files.replacing(tmp_path / "x.bin"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_closed_before_it_is_renamed_where_that_needs_it(tmp_path, monkeypatch):
+    replace, closed = os.replace, []
+    with files.replacing(tmp_path / "x") as file:
+        file.write(b"one")
+        monkeypatch.setattr(files, "fcntl", None)
+        monkeypatch.setattr(os, "replace", lambda *names: closed.append(file.closed) or replace(*names))
+    assert closed == [True] and (tmp_path / "x").read_bytes() == b"one"
 
 
 def test_a_claim_is_one_owners_until_it_is_closed(tmp_path):

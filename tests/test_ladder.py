@@ -6,6 +6,7 @@ import copy
 import errno
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -577,6 +578,23 @@ def test_a_file_cut_short_or_flipped_on_disk_is_a_miss(tmp_path):
     assert total(pool, "failures") == 3
 
 
+@pytest.mark.parametrize("call", ["store", "load"])
+def test_pages_are_given_back_where_somebody_interrupts(call, tmp_path, monkeypatch):
+    """Of a model with two groups of layers: those of the second one as well, at which nobody has arrived yet."""
+    model, ids = ours("gemma2"), text(1, 41)
+    pool = BlockPool(model.config, capacity_tokens=80, block_size=4, poison=True, ladder=disk(tmp_path))
+    give_up(pool, model, ids)
+    session = pool.session()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Ladder, call, fail(KeyboardInterrupt()))
+        session.generate(model, ids if call == "load" else text(1, 60, 50), **OPTIONS)
+    session.reset()
+    pool.check_integrity()
+    session = pool.session()
+    assert same(session.generate(model, ids, **OPTIONS), expected(model, ids))
+    pool.check_integrity()
+
+
 def test_slow_is_only_slow(model, ladder, monkeypatch):
     for kind in (HostBlobs, DiskBlobs):
         for name in ("_read", "_write", "_remove"):
@@ -635,6 +653,28 @@ def spill_until_killed(folder: Path, store: PageStore, first: int, done: int) ->
     for number in itertools.count(first):
         ladder.store([slot_of(store, number % 8, number % 64)], lambda slot: 35)
         os.write(done, b".")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_leaves_its_parents_folder_alone(tmp_path):
+    """Its own list of what is there would soon be wrong, and its budget another one."""
+    tier = DiskBlobs(tmp_path, 100)
+    tier.complete_store("a", np.full(60, 7, np.uint8))
+
+    def child(queue):
+        queue.put((tier.lookup("a"), tier.prepare_store(10)))
+        tier.drop("a")
+        tier.close()
+
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=child, args=(queue,))
+    process.start()
+    assert queue.get() == (False, None)
+    process.join()
+    assert process.exitcode == 0 and tier.load("a").tolist() == [7] * 60
+    with pytest.raises(ConfigurationError, match="in use"):
+        DiskBlobs(tmp_path, 100)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

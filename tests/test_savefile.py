@@ -15,11 +15,23 @@ import pytest
 import torch
 
 import hf_kvcache
-from hf_kvcache import BlockPool, KVCache, OffloadedCache, PagedCache, SavedStateError, files, savefile
+from hf_kvcache import (
+    BlockPool,
+    DiskTier,
+    KVCache,
+    OffloadedCache,
+    PagedCache,
+    SavedStateError,
+    TierError,
+    files,
+    savefile,
+)
+from hf_kvcache.kernels import cpu
 from hf_kvcache.savefile import Entry, SavedFile
 
 from .forcing import forced, ours, text
 from .test_bad_input import refused, state
+from .test_disk import faulty
 from .test_saving import filled, go_on_alike
 
 
@@ -289,6 +301,25 @@ def test_a_disk_that_fails_at_the_end_costs_nothing(model, cache, path, call, mo
         filled(model, PagedCache(model.config)).save(path)
     monkeypatch.undo()
     assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("place", ["file://{}", "memory://{}"])
+def test_a_fault_of_a_slower_tier_is_told_as_such(model, path, place, monkeypatch):
+    """Of pages that are saved, or loaded; what was there before still is."""
+    monkeypatch.setattr(cpu, "load", lambda: None)
+    url, tier = place.format(path), DiskTier(8, path.parent / "tier")
+    cache = filled(model, KVCache(model.config, block_size=8, tier=tier), 29)
+    twin = cache.fork()
+    cache.save(url)
+    with faulty("preadv", "error", 0, 2), refused(TierError, "could not be read, twice"):
+        cache.save(url)
+    pool = BlockPool(model.config)
+    with faulty("pwrite", "full", 0, 1), refused(TierError, "could not be written.*No space left"):
+        KVCache.load(url, model, pool=pool, tier=tier)
+    pool.check_integrity()
+    assert pool.metrics().blocks_used == 0
+    go_on_alike(model, twin, KVCache.load(url, model, pool=pool, tier=tier))
+    go_on_alike(model, cache, KVCache.load(url, model, tier=tier))
 
 
 def test_reads_that_are_short_or_fail(model, cache, path):

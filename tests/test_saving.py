@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import textwrap
 import warnings
 from pathlib import Path
@@ -20,6 +21,7 @@ from hf_kvcache import (
     CacheStateError,
     CapacityError,
     ConfigurationError,
+    DiskTier,
     HostTier,
     KVCache,
     OffloadedCache,
@@ -194,16 +196,32 @@ def test_cold_blocks_come_back_cold_or_wherever_they_are_wanted(model, path):
     assert cold.stats()["blocks_cold"] > 0
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["all-layers", "one-layer"])
+def test_a_disk_tiers_folder_is_not_in_the_file_and_a_warning_says_so(model, path, own):
+    tier = DiskTier(8, path.parent / "a-folder-of-mine")
+    choices = {"layers": {1: {"tier": tier}}} if own else {"tier": tier}
+    filled(model, KVCache(model.config, block_size=4, **choices), 30).save(path)
+    assert b"a-folder-of-mine" not in path.read_bytes()
+    with pytest.warns(UserWarning, match=f"in {tempfile.gettempdir()}, where temporary files are.*tier=DiskTier"):
+        assert KVCache.load(path, model).memory().by_tier["disk"] > 0
+    if not own:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert KVCache.load(path, model, tier=tier).storage.groups[0].tier.place == tier.place
+
+
 @pytest.mark.parametrize("codec", [name for name in codecs.CODECS if name != "native"])
 @pytest.mark.parametrize("orders", [(PLANAR, LANES), (LANES, PLANAR)], ids="-".join)
-def test_codes_are_packed_anew_where_kernels_read_another_order(model, path, monkeypatch, codec, orders):
+@pytest.mark.parametrize("kind", [HostTier, DiskTier])
+def test_codes_are_packed_anew_where_kernels_read_another_order(model, path, monkeypatch, codec, orders, kind):
     saved_as, loaded_as = orders
+    tier = HostTier(16) if kind is HostTier else DiskTier(16, path.parent)
     with dispatch.plain_torch():
         monkeypatch.setattr(pages, "order_for", lambda device: saved_as)
-        cache = filled(model, KVCache(model.config, codec=codec, block_size=8, residual=4, tier=HostTier(16)), 41)
+        cache = filled(model, KVCache(model.config, codec=codec, block_size=8, residual=4, tier=tier), 41)
         cache.save(path)
         monkeypatch.setattr(pages, "order_for", lambda device: loaded_as)
-        again = KVCache.load(path, model)
+        again = KVCache.load(path, model, tier=tier)
         assert {store.pages[0].order for group in again.pool.groups.values() for store in group.stores} == {loaded_as}
         go_on_alike(model, cache, again)
 

@@ -174,7 +174,8 @@ class DiskBlobs(Blobs):
     """Blobs in a folder, one file each, which the next process finds again.
 
     A file is whole or not there (`files.py`). It is not forced to the disk: what a machine loses when it fails shows in the
-    checksum, and costs a recomputation. The folder is one process's until `close()`, or until that process ends.
+    checksum, and costs a recomputation. The folder is one process's until `close()`, or until that process ends; to a process
+    that is forked off it is empty, and has no room.
 
     Args:
         folder: made where it is missing, for this user alone: blobs hold token ids as they are.
@@ -188,7 +189,7 @@ class DiskBlobs(Blobs):
 
     def __init__(self, folder: Path, budget: int):
         super().__init__(budget)
-        self.folder = folder
+        self.folder, self._process = folder, os.getpid()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._claim = files.claim(folder / LOCK)
@@ -221,6 +222,15 @@ class DiskBlobs(Blobs):
         while self.used > self.budget:
             self.evict(next(iter(self.sizes)))
 
+    def _is_ours(self) -> bool:
+        return os.getpid() == self._process
+
+    def lookup(self, name: str) -> bool:
+        return self._is_ours() and super().lookup(name)
+
+    def prepare_store(self, nbytes: int) -> list[str] | None:
+        return super().prepare_store(nbytes) if self._is_ours() else None
+
     def _path(self, name: str) -> Path:
         return self.folder / (name + BLOB)
 
@@ -236,7 +246,8 @@ class DiskBlobs(Blobs):
         return blob
 
     def _remove(self, name: str) -> None:
-        self._path(name).unlink(missing_ok=True)
+        if self._is_ours():
+            self._path(name).unlink(missing_ok=True)
 
     def touch(self, name: str) -> None:
         """Also for the next process, which goes by the files' times."""

@@ -38,7 +38,8 @@ class DiskTier(Tier):
             is memory.
         host_bytes: bytes of host memory that all cold blocks of a pool may take up first; None for no limit. On a CPU, which
             computes in that memory, raising it is no different from raising `resident_tokens`.
-        disk_bytes: bytes that their file may take up; None for what the file system has left.
+        disk_bytes: bytes of pages that their file may hold; gaps between them may add to the file. None for what the file
+            system has left.
         ring: buffers of at most `chunk_bytes` (or of one block of each row, where that is more).
         chunk_bytes: bytes that are read, and attended to, at a time.
         direct: read pages in host memory; None decides by device.

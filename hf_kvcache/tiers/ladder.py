@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ..errors import ConfigurationError
-from ..files import checksums
+from ..kernels.cpu import checksums
 from ..metrics import TierMetrics
 from ..pages import PageStore, empty_host
 from ..prefix import PRIORITY, Node, Slot
@@ -50,7 +50,8 @@ class Ladder:
         disk_bytes: what its files may hold.
         store_after_uses: blocks go down only when so many prompts have begun with them, the one they were computed for
             included: 2 leaves out what nobody ever asked for again.
-        offload_min_priority: blocks of a lower `Priority` are dropped.
+        offload_min_priority: blocks of a lower `Priority` are dropped. (A block that comes back has the priorities of the session
+            that brings it back.)
 
     Raises:
         ConfigurationError: without any tier, for a number out of range, and for a folder that is in use or cannot be used.
