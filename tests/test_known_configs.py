@@ -154,10 +154,14 @@ def test_a_mamba_state_beside_attention():
     assert hybrid.state_bytes == 44 * (4 * 3_584 * 2 + 24 * 128 * 256 * 4)
 
 
-def test_an_encoders_text_is_kept_once():
-    answer = plan("t5-base", 64, encoder_tokens=500)
+@pytest.mark.parametrize("chunk", [None, 32])
+def test_an_encoders_text_is_kept_once(chunk):
+    answer = plan("t5-base", 64, encoder_tokens=500, pass_tokens=chunk)
     cross = kind(answer, "cross_attention")
     assert cross.request_bytes == cross.state_bytes == 500 * 73_728  # 2 x 12 layers x 12 heads x 64 x 4 bytes
+    # The encoder takes its text whole: its feed-forward half has 500 x (2 x 768 + 3 x 3,072) numbers of 4 bytes.
+    assert answer.budget.pass_tokens == 500
+    assert answer.budget.activations == 500 * (2 * 768 + 3 * 3_072) * 4
 
 
 @pytest.mark.parametrize(
@@ -165,8 +169,10 @@ def test_an_encoders_text_is_kept_once():
     [
         ("llama-3.1-8b", "bf16", 8_030_261_248 * 2),
         # All but embedding, output (128,256 x 4,096 each) and norms (65 x 4,096) is linear: 6,979,321,856.
-        # 4 bits and a float32 per 64; 8 bits and a float32 for each of 32 x 52,224 rows and so on.
-        ("llama-3.1-8b", "4bit", 6_979_321_856 // 2 + 4 * 6_979_321_856 // 64 + (2 * 128_256 * 4_096 + 65 * 4_096) * 2),
+        # 4 bits and a float32 per 64: 3,489,660,928 + 436,207,616, and 2,101,878,784 of the rest in bfloat16.
+        ("llama-3.1-8b", "4bit", 6_027_747_328),
+        # A byte, and a float32 for each of the 43,008 rows of a layer (4,096 + 2 x 1,024 + 4,096 + 2 x 14,336 + 4,096).
+        ("llama-3.1-8b", "8bit", 6_979_321_856 + 4 * 32 * 43_008 + (2 * 128_256 * 4_096 + 65 * 4_096) * 2),
         # gpt-oss' experts (24 x 32 x (2,880 x 5,760 + 2,880 x 2,880) = 19,110,297,600) at 4.25 bits, the rest in bfloat16:
         # 13.76 GB, the size of the published checkpoint.
         ("gpt-oss-20b", "auto", 19_110_297_600 * 17 // 32 + (20_914_757_184 - 19_110_297_600) * 2),
@@ -175,6 +181,14 @@ def test_an_encoders_text_is_kept_once():
 def test_bytes_of_weights(name, weights, size):
     known = models.load(str(FOLDER / f"{name}.json"))
     assert budget.weight_bytes(known, models.parameters(known), weights) == size
+
+
+def test_blocks_in_host_memory_need_buffers_on_the_device():
+    answer = memory.plan(str(FOLDER / "llama-3.1-8b.json"), context=8 * K, caches=["offloaded:1024"])
+    (cache,) = answer.caches
+    # 1,024 of 8,192 tokens stay; of 448 blocks of 16 x 4,096 bytes in a layer two copies, with an eighth and one of room.
+    assert cache.request_bytes == 1_024 * 131_072 + 16 * 131_072 + 2 * (448 + 56 + 1) * 16 * 4_096
+    assert cache.host_bytes == (8_192 - 1_024) * 131_072 and cache.disk_bytes == 0
 
 
 def test_how_long_texts_may_be():

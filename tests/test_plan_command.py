@@ -39,6 +39,19 @@ def test_tables_fit_80_columns(capsys, name):
     assert "…" not in out, "nothing is cut off"
 
 
+def test_what_is_off_the_device_is_said_by_its_place(capsys):
+    caches = ["--cache", "paged,offloaded:1024,disk:1024", "--context", "8k", "--requests", "3"]
+    code, out, _ = run(capsys, "plan", "--model", LLAMA, *caches)
+    assert code == 0 and "disk" in out and max(map(len, out.splitlines())) <= 80
+    # 3 x 7,168 tokens of 32,768 bytes
+    said = (
+        "Not limited here, with 3 x 8,192 tokens: 672 MiB of host memory (offloaded:1024), 672 MiB of disk (disk:1024)."
+    )
+    assert said in " ".join(out.split())
+    code, out, _ = run(capsys, "plan", "--model", LLAMA, "--cache", "paged,int4", "--requests", "3")
+    assert code == 0 and "Not limited here" not in out and "disk" not in out
+
+
 def test_json_says_what_the_api_says(capsys):
     code, out, _ = run(
         capsys, "plan", "--model", LLAMA, "--device-memory", "8GB", "--context", "4k", "--cache", "paged,int4", "--json"
@@ -103,6 +116,11 @@ def test_a_trace_is_simulated(capsys, tmp_path):
         (["--trace", "/nowhere.jsonl"], "the trace /nowhere.jsonl cannot be read"),
         (["--lengths", "4000"], "--lengths '4000' is not MEAN,SIGMA: write 4000,0.8"),
         (["--lengths", "-1,0.5"], "mean=-1.0 must be more than 0"),
+        (["--lengths", "4000,nan"], "sigma=nan must be at least 0 and at most 10"),
+        (["--rate", "2"], "--rate belongs to --lengths, which is not given"),
+        (["--answers", "200,0.5"], "--answers belongs to --lengths, which is not given"),
+        (["--device-memory", "9" * 400], "'99999999999999999999...' is a size beyond any that there is"),
+        (["--context", "9" * 400], "'99999999999999999999...' is a number of tokens beyond any that there is"),
         (["--plot", "/nowhere/plan.png"], "the plot cannot be written to /nowhere/plan.png"),
     ],
 )
@@ -118,6 +136,7 @@ def test_bad_input_gets_a_sentence(capsys, arguments, message):
         (None, "is no file or folder here, and the hub does not give it"),
         ("{", "is not JSON"),
         ("[]", "holds no JSON object"),
+        ('{"model_type": ["llama"]}', "knows no model type ['llama'], and its config has no num_hidden_layers"),
         (
             '{"model_type": "martian"}',
             "knows no model type 'martian', and its config has no num_hidden_layers, hidden_size",
@@ -199,6 +218,13 @@ def test_diagnose_says_what_is_wrong_with_its_input(capsys, tmp_path):
     assert code == 2 and "line 1: field occupancy is 3" in err
     code, _, err = run(capsys, "diagnose", tmp_path / "none", "--model", LLAMA)
     assert code == 2 and "cannot be read" in err
+    path.write_text('{"occupancy": 0.3}')
+    for option, message in (
+        ("--device-memory", "'lots' is not a size; write"),
+        ("--request-tokens", "'lots' is not a number"),
+    ):
+        code, _, err = run(capsys, "diagnose", path, "--model", LLAMA, option, "lots")
+        assert code == 2 and message in err and len(err.strip().splitlines()) == 1
 
 
 def test_every_command_explains_itself(capsys):

@@ -9,9 +9,20 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache
+from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache, T5Config
 
-from hf_kvcache import BlockPool, CapacityError, HostTier, KVCache, PagedCache, QuantizedCache, Window, enable, memory
+from hf_kvcache import (
+    BlockPool,
+    CapacityError,
+    DiskTier,
+    HostTier,
+    KVCache,
+    PagedCache,
+    QuantizedCache,
+    Window,
+    enable,
+    memory,
+)
 from hf_kvcache.cache import cache_kwarg
 from hf_kvcache.memory import budget, models
 from hf_kvcache.memory.footprint import PagedFootprint, PlainFootprint, bind, shard
@@ -20,6 +31,7 @@ from hf_kvcache.named import DEFAULT
 
 from . import configs
 from .architectures import LINEAR, build
+from .forcing import forced, ours, text
 
 # Grouped heads, windows, soft-capping, sinks, one head, latents, shared keys, other layer shapes, states beside or instead.
 MODELS = ("llama", "mistral", "gemma3_text", "gpt_oss", "falcon", "deepseek_v3", "gemma3n_text", "gemma4_text",
@@ -57,7 +69,7 @@ def test_predicted_equals_what_a_model_leaves(name):
         held = PagedFootprint(make(model.config), F32, CPU).held([22])
         states = sum(kind.state_bytes for kind in memory.Planner(model.config, caches=()).kinds(22))
         assert (states > 0) == (name in LINEAR)
-        assert cache.memory().stored == held.device[0] + held.host[0] + states, row
+        assert cache.memory().stored == held.device[0] + held.host[0] + held.disk[0] + states, row
         assert cache.memory().by_tier["host"] == held.host[0]
 
 
@@ -80,7 +92,7 @@ def test_steps_come_to_what_one_pass_does(configuration):
         stepwise.storage.rehearse(np.array([1]))
         stored = stepwise.memory()
         held = footprint.held([tokens])
-        assert stored.stored == held.device[0] + held.host[0], tokens
+        assert stored.stored == held.device[0] + held.host[0] + held.disk[0], tokens
         assert sum(int(g.table.kept.sum()) for g in stepwise.storage.groups) == held.tokens[0]
     stepwise.check_integrity()
     assert stepwise.pool.nbytes() == 0, "a rehearsal allocates nothing"
@@ -141,6 +153,102 @@ def test_the_peak_is_what_each_store_needed_at_its_highest():
         assert footprint.peak(tokens) == sum(highest.values()), tokens
 
 
+@pytest.mark.parametrize("ring", [1, 2, 3])
+def test_the_buffers_to_which_blocks_come_back_are_planned(ring):
+    model = ours(num_hidden_layers=3)
+    make = lambda direct: KVCache(model.config, block_size=4, tier=HostTier(8, direct=direct, ring=ring))  # noqa: E731
+    cache, staged, in_place = make(False), *(PagedFootprint(make(direct), F32, CPU) for direct in (False, True))
+    ids, (group,) = text(1, 60), cache.storage.groups
+    forced(model, cache, ids[:, :40])
+    planned, buffers = [], []
+    for n in range(41, 61):
+        forced(model, cache, ids[:, n - 1 : n])
+        buffers.append(sum(buffer.buffer.nbytes for buffer in group.tier._staged.values()))
+        planned.append(staged.held([n]).staging[0])
+        assert staged.peak(n) - in_place.peak(n) == planned[-1], n
+    assert planned[0] == buffers[0] > 0 and all(b <= p for p, b in zip(planned, buffers, strict=True))
+    assert buffers[-1] > buffers[0] and not in_place.held([60]).staging[0] and not staged.held([8]).staging[0]
+    requests = memory.Workload("two", (memory.Request(40, 20),) * 2)
+    with_buffers, without = (memory.simulate(footprint, requests) for footprint in (staged, in_place))
+    assert with_buffers.device[2] - without.device[2] == 2 * staged.held([59]).staging[0]
+
+
+@pytest.mark.parametrize("chunk", [1024, 1 << 20])
+def test_the_chunks_that_come_back_from_disk_are_planned(chunk, monkeypatch):
+    model = ours(num_hidden_layers=3)
+    make = lambda: KVCache(model.config, block_size=4, tier=DiskTier(8, direct=False, chunk_bytes=chunk))  # noqa: E731
+    honest, copies, most = DiskTier._copied, [], 0
+
+    def copied(tier, pages, device):
+        nonlocal most
+        copy = honest(tier, pages, device)
+        copies.append(weakref.ref(copy))
+        most = max(most, sum(len(p.row) * p.layout.nbytes for ref in copies if (p := ref()) is not None))
+        return copy
+
+    monkeypatch.setattr(DiskTier, "_copied", copied)
+    cache = make()
+    forced(model, cache, text(1, 40))
+    forced(model, cache, text(1, 1))
+    planned = PagedFootprint(make(), F32, CPU).held([41]).staging[0]
+    assert 0 < most <= planned
+    if chunk == 1024:  # several a layer: two are there at a time
+        assert most == planned
+
+
+@pytest.mark.parametrize("limit", [None, 0, 5], ids=["host", "disk", "both"])
+def test_what_lies_on_disk_is_told_from_what_lies_in_host_memory(limit, tmp_path):
+    config = build("llama").config
+    block = PagedFootprint(PagedCache(config, block_size=4), F32, CPU).groups[0].store.open.page_bytes
+    room = None if limit is None else limit * block
+
+    def make(pool=None):
+        return KVCache(config, block_size=4, tier=DiskTier(8, tmp_path, host_bytes=room), pool=pool)
+
+    pool, footprint = BlockPool(config), PagedFootprint(make(), F32, CPU)
+    caches = [make(pool) for _ in range(2)]
+    for cache in caches:
+        fill(cache, 24, F32, CPU)
+    host, disk = (sum(cache.memory().by_tier[where] for cache in caches) for where in ("host", "disk"))
+    assert host + disk == 2 * 4 * block and disk == {None: 0, 0: 8, 5: 3}[limit] * block
+    alone = footprint.held([24])
+    together = alone.together(np.array([[0], [0]]))
+    assert (together.host[0], together.disk[0]) == (host, disk), "the limit is the pool's"
+    assert alone.host[0] + alone.disk[0] == 4 * block and alone.disk[0] == (4 * block if limit == 0 else 0)
+    simulated = memory.simulate(footprint, memory.Workload("two", (memory.Request(24, 1),) * 2))
+    assert (simulated.host[2], simulated.disk[2]) == (host, disk)
+    planner = memory.Planner(config, caches={"mine": lambda config: make()}, dtype=F32, device="cpu")
+    answer = planner.plan(None, 24, 2)
+    assert (answer.caches[0].host_bytes, answer.caches[0].disk_bytes) == (alone.host[0], alone.disk[0])
+    (note,) = [note for note in answer.notes if "Not limited here, with 2 x 24 tokens" in note]
+    for size, where in ((host, "host memory"), (disk, "disk")):
+        assert (f"{memory.show_bytes(size)} of {where} (mine)" in note) == (size > 0)
+
+
+def test_an_encoders_text_is_what_a_real_model_leaves():
+    config = T5Config(vocab_size=50, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=3, num_heads=4)
+    model = AutoModelForSeq2SeqLM.from_config(config).eval()
+    cache = EncoderDecoderCache(PagedCache(config), DynamicCache())
+    with torch.no_grad():
+        text, answer = torch.ones(1, 13, dtype=torch.long), torch.ones(1, 5, dtype=torch.long)
+        model(text, decoder_input_ids=answer, **cache_kwarg(cache))
+    crossing = cache.cross_attention_cache.layers
+    kinds = {kind.kind: kind for kind in memory.Planner(config, caches=(), encoder_tokens=13).kinds(5)}
+    assert kinds["cross_attention"].layers == len(crossing) == 3
+    assert kinds["cross_attention"].request_bytes == sum(
+        x.nbytes for layer in crossing for x in (layer.keys, layer.values)
+    )
+    assert kinds["full_attention"].token_bytes * 16 == cache.self_attention_cache.memory().stored, "a block of 16"
+
+
+def test_layers_without_keys_and_values_are_called_what_they_are():
+    config = build("llama").config
+    config.layer_types = ["full_attention", "moe", "mlp"]
+    kinds = memory.Planner(config, caches=(), dtype=F32).kinds(10)
+    assert [kind.kind for kind in kinds] == config.layer_types
+    assert [kind.request_bytes > 0 for kind in kinds] == [True, False, False]
+
+
 def test_what_is_inside_a_request_adds_up():
     config = build("llama").config
     cache = QuantizedCache(config, bits=4, block_size=16, residual=16)
@@ -168,8 +276,9 @@ def test_the_demo_model_to_the_byte():
     """SmolLM2-135M's shapes: 30 layers of 3 KV heads of 64."""
     fields = {"model_type": "llama", "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
               "head_dim": 64, "hidden_size": 576, "intermediate_size": 1536, "vocab_size": 49152}  # fmt: skip
-    checks = memory.verify(fields, DEFAULT)
-    assert {check.cache for check in checks} == set(DEFAULT) and all(check.agrees for check in checks)
+    caches = [*DEFAULT, "k8v4", "k4v2", "disk:64"]
+    checks = memory.verify(fields, caches)
+    assert {check.cache for check in checks} == set(caches) and all(check.agrees for check in checks)
     paged = {check.tokens: check.stored for check in checks if check.cache == "paged"}
     assert paged[16] == 16 * 2 * 30 * 3 * 64 * 4 and paged[17] == 2 * paged[16]
 

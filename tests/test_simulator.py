@@ -157,6 +157,9 @@ def test_a_trace_is_read(tmp_path):
         ('{"prompt_tokens": 5}', "line 1: field output_tokens is None"),
         ('{"prompt_tokens": 5, "output_tokens": 0}', "field output_tokens is 0"),
         ('{"prompt_tokens": 5, "output_tokens": 1, "arrival": -1}', "field arrival is -1"),
+        ('{"prompt_tokens": 5, "output_tokens": 1, "arrival": NaN}', "field arrival is nan"),
+        ('{"prompt_tokens": 5, "output_tokens": 1, "arrival": Infinity}', "field arrival is inf"),
+        ('{"prompt_tokens": 5, "output_tokens": 1, "arrival": 1764520000000}', "and at most 1,000,000,000"),
         (
             '{"prompt_tokens": 5, "output_tokens": 1, "arrival": 1}\n{"prompt_tokens": 5, "output_tokens": 1}',
             "line 2: field arrival is in some lines only",
@@ -176,7 +179,20 @@ def test_a_request_beyond_the_models_limit_is_refused():
         memory.plan(build("llama").config, context=64, caches=["paged"], workload=workload)
 
 
-@pytest.mark.parametrize("settings", [{"mean": 0}, {"sigma": -1}, {"rate": 0}, {"count": 0}, {"answer_mean": -5}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mean": 0},
+        {"mean": float("inf")},
+        {"sigma": -1},
+        {"sigma": float("nan")},
+        {"answer_sigma": 1e6},
+        {"rate": 0},
+        {"count": 0},
+        {"answer_mean": -5},
+    ],
+    ids=str,
+)
 def test_a_workload_that_cannot_be_is_refused(settings):
     with pytest.raises(ConfigurationError, match=next(iter(settings))):
         memory.lognormal(**{"mean": 10, "sigma": 0.5} | settings)

@@ -21,10 +21,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("metrics", help="a pool's metrics as Prometheus text, or a trace: JSON lines, one sample each")
     parser.add_argument("--model", required=True, help="hub id, config.json, or a folder with one")
     parser.add_argument("--cache", default="paged", help="the cache in use, by name (default: %(default)s)")
-    parser.add_argument(
-        "--request-tokens", type=memory.parse_tokens, help="tokens of a typical request, where nothing says it"
-    )
-    parser.add_argument("--device-memory", type=memory.parse_bytes, help="24GiB: also weigh the weights")
+    parser.add_argument("--request-tokens", help="tokens of a typical request, where nothing says it")
+    parser.add_argument("--device-memory", help="24GiB: also weigh the weights")
     parser.add_argument("--dtype", help="bf16, fp16 or fp32; the config's where not given")
     parser.add_argument("--weights", default="auto", help="auto, bf16, fp16, fp32, 8bit or 4bit")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -36,8 +34,8 @@ def main(args: argparse.Namespace) -> None:
         memory.read_observation(args.metrics),
         args.model,
         cache=args.cache,
-        request_tokens=args.request_tokens,
-        device_memory=args.device_memory,
+        request_tokens=args.request_tokens and memory.parse_tokens(args.request_tokens),
+        device_memory=args.device_memory and memory.parse_bytes(args.device_memory),
         dtype=memory.dtype_for(args.dtype),
         weights=args.weights,
     )

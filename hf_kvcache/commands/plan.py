@@ -13,6 +13,7 @@ from .. import memory
 from ..errors import ConfigurationError
 from ..memory.tables import show_checks, show_plan
 
+ANSWERS = "256,0.7"
 HELP = "does it fit, how many requests, which cache: without a GPU and without weights"
 
 
@@ -29,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights", default="auto", help="auto, bf16, fp16, fp32, 8bit or 4bit (default: the config's)"
     )
-    parser.add_argument("--dtype", help="of keys and values: bf16, fp16 or fp32 (default: the config's)")
+    parser.add_argument("--dtype", help="of weights, keys and values: bf16, fp16 or fp32 (default: the config's)")
     parser.add_argument("--prefill", metavar="TOKENS", help="tokens of a pass, where prompts are prefilled in chunks")
     parser.add_argument(
         "--encoder-tokens", metavar="TOKENS", help="of an encoder's text (default: as many as --context)"
@@ -44,9 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     lengths.add_argument(
         "--lengths", metavar="MEAN,SIGMA", help="simulate log-normal prompts of this mean and log spread"
     )
-    parser.add_argument(
-        "--answers", default="256,0.7", metavar="MEAN,SIGMA", help="answers with --lengths (%(default)s)"
-    )
+    parser.add_argument("--answers", metavar="MEAN,SIGMA", help=f"answers with --lengths (default: {ANSWERS})")
     parser.add_argument(
         "--rate", type=float, help="with --lengths: requests per second (default: a place is never empty)"
     )
@@ -96,12 +95,15 @@ def _tokens(text: str | None) -> int | None:
 
 
 def _workload(args: argparse.Namespace, limit: int | None) -> memory.Workload | None:
-    if args.trace:
-        return memory.read_trace(args.trace)
-    if not args.lengths:
-        return None
-    (mean, sigma), (answer_mean, answer_sigma) = _pair("--lengths", args.lengths), _pair("--answers", args.answers)
-    spread = {"answer_mean": answer_mean, "answer_sigma": answer_sigma}
+    if args.lengths is None:
+        for option in ("answers", "rate"):
+            if getattr(args, option) is not None:
+                raise ConfigurationError(
+                    f"--{option} belongs to --lengths, which is not given: add it, or leave --{option} out."
+                )
+        return None if args.trace is None else memory.read_trace(args.trace)
+    (mean, sigma), answers = _pair("--lengths", args.lengths), _pair("--answers", args.answers or ANSWERS)
+    spread = dict(zip(("answer_mean", "answer_sigma"), answers, strict=True))
     return memory.lognormal(mean, sigma, **spread, limit=limit, rate=args.rate)
 
 

@@ -37,8 +37,9 @@ class CachePlan:
         name: as on the command line, or as it was given.
         block_size: positions; 0 for a plain cache.
         token_bytes: that a request grows by with each token at the plan's context, blocks averaged.
-        request_bytes: of a request at the plan's context on the device, states included; `host_bytes` beside it.
-        scale_bytes, tail_bytes, rounding_bytes: parts of those: scales and zero points of the codes, the newest tokens that a
+        request_bytes: of a request at the plan's context on the device, with its states, and with the buffers to which a slower
+            tier's blocks are brought back. Beside it `host_bytes` and `disk_bytes`, where it is alone.
+        scale_bytes, tail_bytes, rounding_bytes: parts of a request: scales and zero points of the codes, the newest tokens that a
             lossy codec leaves exact, slots without a token.
         bound_bytes: of all requests at the plan's context at once. That is a bound: requests seldom are all at their longest.
         fits: whether that bound leaves every other need in the budget; None without a device.
@@ -52,6 +53,7 @@ class CachePlan:
     token_bytes: float
     request_bytes: int
     host_bytes: int
+    disk_bytes: int
     scale_bytes: int
     tail_bytes: int
     rounding_bytes: int

@@ -15,9 +15,10 @@ import torch
 from ..errors import ConfigurationError
 from ..metrics import PoolMetrics
 from . import budget, models, planner
-from .footprint import PagedFootprint
+from .footprint import Footprint
+from .layers import layer_kinds
 from .models import Model
-from .observation import Observation, from_metrics
+from .observation import MANY, Observation, from_metrics
 from .units import show_bytes
 
 FULL = 0.85  # occupancy from which a pool is short of room
@@ -83,12 +84,17 @@ class _Case:
 
     def bytes_of(self, cache: str, tokens: int | None = None) -> int:
         """Device bytes of a typical request in a cache, on average over where its last block ends."""
-        footprint = self.footprint(cache)
-        lengths = np.arange(tokens or self.tokens, (tokens or self.tokens) + footprint.cache.block_size)
-        return int(footprint.held(lengths).device.mean())
+        footprint, tokens = self.footprint(cache), tokens or self.tokens
+        lengths = np.arange(tokens, tokens + footprint.block_size)
+        return int(footprint.held(lengths).needed.mean()) + self._states(tokens)
 
-    def footprint(self, cache: str) -> PagedFootprint:
-        return PagedFootprint(planner.build(cache, self.model.config), self.model.dtype, torch.device("cuda"))
+    def _states(self, tokens: int) -> int:
+        """Bytes of a request that no cache makes smaller; an encoder's text is taken to be as long as what follows it."""
+        source = tokens if self.model.is_encoder_decoder else 0
+        return sum(kind.state_bytes for kind in layer_kinds(self.model, tokens, source, 1))
+
+    def footprint(self, cache: str) -> Footprint:
+        return planner.footprints(self.model, [cache], torch.device("cuda"))[cache]
 
     def finding(self, rule: str, lever: str, why: str, change: str, cache: str | None, after: int, price: str):
         before = self.bytes_of(self.cache)
@@ -120,7 +126,7 @@ def diagnose(
     """
     seen = from_metrics(observed) if isinstance(observed, PoolMetrics) else observed
     tokens = request_tokens or seen.request_tokens
-    if not tokens or tokens < 1:
+    if not tokens or not 1 <= tokens <= MANY:
         raise ConfigurationError("nothing observed says how long a request is: give request_tokens.")
     known = models.load(model, dtype)
     case = _Case(seen, known, cache, round(tokens), _binds(seen))
@@ -133,7 +139,10 @@ def diagnose(
 
 
 def _binds(seen: Observation) -> bool | None:
-    if seen.failures or (seen.occupancy is not None and seen.occupancy >= FULL):
+    if seen.occupancy is not None and seen.occupancy >= FULL:
+        return True
+    # One sample counts failures since the pool was made: in a pool that is nearly empty now they tell of another time.
+    if seen.failures and (seen.counted > 1 or seen.occupancy is None or seen.occupancy >= EMPTY):
         return True
     return None if seen.failures is None and seen.occupancy is None else False
 
@@ -143,9 +152,9 @@ def _binds(seen: Observation) -> bool | None:
 
 def fragmentation(case: _Case) -> Finding | None:
     """Slots of the last blocks stay empty: smaller blocks."""
-    if case.seen.waste is None or case.seen.waste < WASTE:
+    if case.seen.waste is None or case.seen.waste < WASTE or _kind(case) == planner.named.PLAN:
         return None
-    size = case.footprint(case.cache).cache.block_size
+    size = case.footprint(case.cache).block_size
     plain = "/".join(part for part in case.cache.split("/") if not part.startswith("block_size="))
     smaller = [f"{plain}/block_size={n}" for n in (32, 16, 8) if n < size]
     if not smaller:
@@ -168,7 +177,7 @@ def repeated_prefixes(case: _Case) -> Finding | None:
     after = alone + round((before - alone) / max(1.0, case.seen.requests or 2.0))
     why = f"{repeated:.0%} of the prompts' tokens were computed before, {found:.0%} are found"
     change = "sessions of one pool (pool.session()), the common prefix pinned"
-    saved = (1 - found) / max(1e-9, 1 - repeated)
+    saved = (1 - found) / max(1 / case.tokens, 1 - repeated)  # the last token of a prompt is computed in any case
     first = f", from {case.seen.ttft:.2f} s to about {case.seen.ttft / saved:.2f} s" if case.seen.ttft else ""
     price = f"none in quality; {saved:.1f} times fewer tokens to prefill shorten the time to the first token{first}"
     return case.finding("repeated_prefixes", "reuse", why, change, None, after, price)
@@ -187,8 +196,7 @@ def retained_tokens(case: _Case) -> Finding | None:
 
 def bytes_per_element(case: _Case) -> Finding | None:
     """Everything is stored in the model's dtype: a codec."""
-    groups = case.footprint(case.cache).groups
-    if not case.binds or not any(group.store.lossless for group in groups) or _kind(case) in ("window", "offloaded"):
+    if not case.binds or _kind(case) in ("window", "offloaded", "disk") or not case.footprint(case.cache).exact:
         return None
     why = f"the pool is short of room, and every element takes {8 * case.model.dtype.itemsize} bits"
     price = f"a measured loss: `python -m eval quality --caches int8,int4`; int8 gains {_gain(case, 'int8'):.1f} times"
@@ -198,7 +206,7 @@ def bytes_per_element(case: _Case) -> Finding | None:
 def cold_blocks(case: _Case) -> Finding | None:
     """Much of what the device holds is seldom read, or room is short whatever is read: host memory."""
     resident = 1024
-    if not case.binds or _kind(case) != "paged" or case.tokens < 2 * resident:
+    if not case.binds or _kind(case) not in ("paged", "dynamic") or case.tokens < 2 * resident:
         return None
     cache = f"offloaded:{resident}"
     host = int(case.footprint(cache).held([case.tokens]).host[0])

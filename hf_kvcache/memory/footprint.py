@@ -15,21 +15,59 @@ import numpy as np
 import torch
 
 from ..cache import KVCache
+from ..cold import UNLIMITED, Place
+from ..passes import LayerGroup
 from ..spec import LayerSpec, specs_from_config
 
 
 class Held(NamedTuple):
-    """What requests hold, `[requests]` each: `device` and `host` in bytes; `tokens` and `slots` in positions, counted once for
-    each group of layers with a table of its own, as a pool's metrics do."""
+    """What requests hold, `[requests]` unless said otherwise.
+
+    Attributes:
+        device: bytes stored on the device; `staging`, those of the buffers there to which a slower tier's pages are brought back.
+        cold: `[places, requests]` bytes in the slower tiers, by the memory that they share.
+        tokens, slots: positions stored, and slots of their blocks, counted once for each group of layers with a table of its
+            own, as a pool's metrics do.
+        host_limits: `[places]` bytes of host memory that each place has for all of a pool; what is beyond them is on disk.
+    """
 
     device: np.ndarray
-    host: np.ndarray
+    staging: np.ndarray
+    cold: np.ndarray
     tokens: np.ndarray
     slots: np.ndarray
+    host_limits: np.ndarray
+
+    @property
+    def needed(self) -> np.ndarray:
+        """Bytes that the device must have."""
+        return self.device + self.staging
+
+    @property
+    def host(self) -> np.ndarray:
+        """Bytes in host memory of requests that are alone in their pool."""
+        return np.minimum(self.cold, self.host_limits[:, None]).sum(axis=0)
+
+    @property
+    def disk(self) -> np.ndarray:
+        """Bytes on disk of requests that are alone in their pool."""
+        return self.cold.sum(axis=0) - self.host
+
+    def together(self, requests: np.ndarray) -> Held:
+        """What requests hold in one pool: `[r, n]` names `r` of those here in each of `n` cases."""
+        return Held(*(part[..., requests].sum(axis=-2) for part in self[:-1]), self.host_limits)
 
 
 class Footprint(Protocol):
-    """How much requests hold by their length. What does not depend on the length (`states.py`) is not in it."""
+    """How much requests hold by their length. What does not depend on the length (`states.py`) is not in it.
+
+    Attributes:
+        block_size: positions that are taken at a time.
+        exact: whether all of it is in the model's dtype.
+    """
+
+    block_size: int
+    exact: bool
 
     def held(self, lengths: Sequence[int]) -> Held:
         """What a request of each of these lengths holds."""
@@ -49,21 +87,25 @@ class PagedFootprint:
     """
 
     def __init__(self, cache: KVCache, dtype: torch.dtype, device: torch.device, shards: int = 1):
-        self.cache = bind(cache, dtype, device, shards)
-        self.groups = cache.storage.groups
+        self.cache, self.device = bind(cache, dtype, device, shards), device
+        self.groups, self.block_size = cache.storage.groups, cache.block_size
+        self.exact = all(group.store.lossless for group in self.groups)
+        self.places = list(dict.fromkeys(group.tier.place for group in self.groups if group.tier.place is not None))
         self._peaks: dict[int, int] = {}
 
     def held(self, lengths: Sequence[int]) -> Held:
         lengths = np.asarray(lengths, np.int64)
-        device, host, tokens, slots = (np.zeros(len(lengths), np.int64) for _ in range(4))
+        device, staging, tokens, slots = (np.zeros(len(lengths), np.int64) for _ in range(4))
+        cold = np.zeros((len(self.places), len(lengths)), np.int64)
         for group, pages, kept in self._pages(lengths):
             store = group.store
             device += pages[:, 0] * store.open.page_bytes + pages[:, 1] * store.sealed.page_bytes
             if store.cold is not None:
-                host += pages[:, 2] * store.cold.page_bytes
+                cold[self.places.index(group.tier.place)] += pages[:, 2] * store.cold.page_bytes
+                staging += self._staging(group, pages[:, 2])
             tokens += kept
             slots += pages.sum(axis=1) * store.block_size
-        return Held(device, host, tokens, slots)
+        return Held(device, staging, cold, tokens, slots, np.array([host_limit(p) for p in self.places], np.int64))
 
     def peak(self, length: int) -> int:
         """The highest of each store within the last block: before that there was less of everything."""
@@ -79,7 +121,14 @@ class PagedFootprint:
             if group.store.lossless:  # one store has both
                 opened, sealed = opened + sealed, np.zeros_like(sealed)
             most += int(opened.max()) * group.store.open.page_bytes + int(sealed.max()) * group.store.sealed.page_bytes
+            if group.store.cold is not None:
+                most += int(self._staging(group, pages[:, 2]).max())
         return most
+
+    def _staging(self, group: LayerGroup, cold: np.ndarray) -> np.ndarray:
+        """Bytes on the device to which as many cold pages are brought back."""
+        widest = max(pages.layout.nbytes for pages in group.store.cold.pages if pages is not None)
+        return group.tier.staging_bytes(cold, widest, self.device)
 
     def anatomy(self, length: int) -> dict[str, int]:
         """Where a request's bytes go: `scales` of the codes, the `tail` that a lossy codec leaves in the model's dtype, and
@@ -110,20 +159,26 @@ class PlainFootprint:
     def __init__(self, config, dtype: torch.dtype, shards: int = 1):
         specs = [spec for spec in specs_from_config(config) if spec.stores]
         self.layers = [(token_bytes(spec, dtype, shards), spec) for spec in specs]
-        self.groups = len({spec.window for spec in specs})
+        self.block_size, self.exact = 1, True
 
     def held(self, lengths: Sequence[int]) -> Held:
         lengths = np.asarray(lengths, np.int64)
         device = sum((each * _kept(spec, lengths) for each, spec in self.layers), np.zeros_like(lengths))
         windows = {spec.window: spec for _, spec in self.layers}.values()
         tokens = sum((_kept(spec, lengths) for spec in windows), np.zeros_like(lengths))
-        return Held(device, np.zeros_like(lengths), tokens, tokens)
+        cold, limits = np.zeros((0, len(lengths)), np.int64), np.zeros(0, np.int64)
+        return Held(device, np.zeros_like(lengths), cold, tokens, tokens, limits)
 
     def peak(self, length: int) -> int:
         """A step copies a layer's keys, then its values, into a longer tensor: both exist for a moment."""
         n = np.array([length])
         keys = [each * spec.k_dim // (spec.k_dim + spec.v_dim) * int(_kept(spec, n)[0]) for each, spec in self.layers]
         return int(self.held(n).device[0]) + max(keys, default=0)
+
+
+def host_limit(place: Place) -> int:
+    """Bytes of host memory that a place fills before anything of it is on disk."""
+    return UNLIMITED if place.folder is None or place.host_bytes is None else min(place.host_bytes, UNLIMITED)
 
 
 def bind(cache: KVCache, dtype: torch.dtype, device: torch.device, shards: int = 1) -> KVCache:

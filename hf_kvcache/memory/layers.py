@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..spec import STATE_ONLY, LayerSpec, specs_from_config
+from ..spec import NOTHING, STATE_ONLY, LayerSpec, specs_from_config
 from .footprint import shard, token_bytes
 from .models import Model
 from .states import state_of
@@ -16,7 +16,8 @@ class LayerKind:
 
     Attributes:
         kind: `full_attention`, `sliding_attention`, `chunked_attention`, `latent_attention`, `shared` (keys and values of an
-            earlier layer), `cross_attention` (of the encoder's text), or the config's name of a layer with a state.
+            earlier layer), `cross_attention` (of the encoder's text), or the config's name of a layer with a state, or with
+            neither (`moe`, `mlp`).
         layers: how many there are.
         kv_heads, k_dim, v_dim: of each, on one of the devices that share them; 0 where it keeps none.
         window: positions that it looks back over; None for all.
@@ -60,7 +61,7 @@ def layer_kinds(model: Model, context: int, source: int, shards: int) -> tuple[L
 
 
 def _kind(model: Model, spec: LayerSpec) -> str:
-    if not spec.stores and spec.kind not in STATE_ONLY:
+    if not spec.stores and spec.kind not in STATE_ONLY + NOTHING:
         return "shared"
     if spec.stores and getattr(model.text, "kv_lora_rank", None):
         return "latent_attention"

@@ -102,7 +102,7 @@ def _read(source: str) -> tuple[str, dict | PreTrainedConfig]:
 
 def _from_fields(fields: dict) -> tuple[PreTrainedConfig, str | None]:
     kind = fields.get("model_type")
-    if kind not in CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         return _llama_like(fields, f"transformers {transformers.__version__} knows no model type {kind!r}")
     try:
         return CONFIG_MAPPING[kind].from_dict(fields), None

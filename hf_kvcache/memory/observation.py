@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,21 +14,22 @@ import numpy as np
 from ..errors import ConfigurationError
 from ..metrics import PoolMetrics
 
+MANY = 1 << 40  # more of anything is no measurement
 # What a sample may say, and the largest value that makes sense.
 FIELDS = {
-    "resident_tokens": math.inf,  # positions that all requests hold
-    "resident_slots": math.inf,  # slots of the blocks in use
-    "requests": math.inf,  # that run
-    "request_tokens": math.inf,  # that one of them holds
-    "occupancy": 1.0,  # share of the pool's limit
-    "waste": 1.0,  # share of the slots that holds no token
-    "hit_rate": 1.0,  # share of the prompts' tokens that were found
-    "repeated_rate": 1.0,  # share of the prompts' tokens that began an earlier prompt as well
-    "allocation_failures": math.inf,  # counted since the start
-    "blocks_used": math.inf,
-    "blocks_evictable": math.inf,  # that only the prefix index refers to
-    "ttft": math.inf,  # seconds to the first token
-    "itl": math.inf,  # seconds between tokens
+    "resident_tokens": MANY,  # positions that all requests hold
+    "resident_slots": MANY,  # slots of the blocks in use
+    "requests": MANY,  # that run
+    "request_tokens": MANY,  # that one of them holds
+    "occupancy": 1,  # share of the pool's limit
+    "waste": 1,  # share of the slots that holds no token
+    "hit_rate": 1,  # share of the prompts' tokens that were found
+    "repeated_rate": 1,  # share of the prompts' tokens that began an earlier prompt as well
+    "allocation_failures": MANY,  # counted since the start
+    "blocks_used": MANY,
+    "blocks_evictable": MANY,  # that only the prefix index refers to
+    "ttft": MANY,  # seconds to the first token
+    "itl": MANY,  # seconds between tokens
 }
 PROMETHEUS = {
     f"hf_kvcache_{name}": name for name in ("resident_tokens", "resident_slots", "blocks_used", "blocks_evictable")
@@ -49,10 +51,11 @@ class Observation:
         waste: share of the slots in use by requests that holds no token.
         hit_rate, repeated_rate: shares of the prompts' tokens that were found, and that could have been.
         idle: share of the blocks that no request uses, kept for reuse.
-        failures: passes refused for lack of room, over the samples.
+        failures: passes refused for lack of room, over the samples; since the pool was made, where only one says so.
         ttft, itl: seconds.
         itl_fixed: share of the time between tokens that does not grow with the resident tokens; None where these did not
             vary enough to tell.
+        counted: samples that say how many passes were refused.
     """
 
     resident_tokens: float | None = None
@@ -67,6 +70,7 @@ class Observation:
     ttft: float | None = None
     itl: float | None = None
     itl_fixed: float | None = None
+    counted: int = 1
 
 
 def read_observation(path: str | Path) -> Observation:
@@ -114,16 +118,24 @@ def observe(samples: Sequence[Mapping[str, float]]) -> Observation:
         hit_rate=mean("hit_rate"),
         repeated_rate=mean("repeated_rate"),
         idle=idle,
-        failures=int(failures[-1] - (failures[0] if len(failures) > 1 else 0)) if failures else None,
+        failures=_failures(failures),
         ttft=mean("ttft"),
         itl=mean("itl"),
         itl_fixed=_fixed_share(samples),
+        counted=len(failures),
     )
 
 
 def _over(samples: Sequence[Mapping[str, float]], name: str, summary) -> float | None:
     values = [sample[name] for sample in samples if name in sample]
     return float(summary(values)) if values else None
+
+
+def _failures(counts: Sequence[float]) -> int | None:
+    """By how much a counter grew; where it fell it began again from 0."""
+    if len(counts) < 2:
+        return int(counts[0]) if counts else None
+    return int(sum(after - before if after >= before else after for before, after in pairwise(counts)))
 
 
 def _fixed_share(samples: Sequence[Mapping[str, float]]) -> float | None:
@@ -139,14 +151,16 @@ def _fixed_share(samples: Sequence[Mapping[str, float]]) -> float | None:
 def _from_prometheus(text: str) -> dict[str, float]:
     sample = {}
     for line in text.splitlines():
-        name, _, value = line.partition(" ")
-        if name in PROMETHEUS:
-            try:
-                sample[PROMETHEUS[name]] = float(value)
-            except ValueError:
-                raise ConfigurationError(
-                    f"{name} is {value!r}, which is no number: scrape the metrics again."
-                ) from None
+        found = re.match(r"(\w+)(?:\{[^}]*\})?\s+(\S+)", line)  # labels may come before the value, and a time after it
+        if found is None or found[1] not in PROMETHEUS:
+            continue
+        name, value = found.groups()
+        try:
+            number = float(value)
+        except ValueError:
+            raise ConfigurationError(f"{name} is {value!r}, which is no number: scrape the metrics again.") from None
+        _check(name, PROMETHEUS[name], number)
+        sample[PROMETHEUS[name]] = number
     if not sample:
         raise ConfigurationError(
             f"none of {', '.join(PROMETHEUS)} is in these metrics: scrape pool.metrics().prometheus()."
@@ -163,7 +177,13 @@ def _sample(where: str, line: str) -> dict[str, float]:
         raise ConfigurationError(f"{where} says nothing of a pool: write some of {', '.join(FIELDS)}.")
     sample = {name: record[name] for name in FIELDS if record.get(name) is not None}
     for name, value in sample.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= FIELDS[name]:
-            most = "" if FIELDS[name] == math.inf else " and at most 1"
-            raise ConfigurationError(f"{where}: field {name} is {value!r} and must be a number of at least 0{most}.")
+        _check(f"{where}: field {name}", name, value)
     return sample
+
+
+def _check(what: str, field: str, value) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= value <= FIELDS[field]:
+        raise ConfigurationError(
+            f"{what} is {value!r} and must be a number of at least 0 and at most {FIELDS[field]:,}."
+        )

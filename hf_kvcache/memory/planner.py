@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from .. import named
@@ -18,6 +19,7 @@ from .layers import LayerKind, layer_kinds
 from .models import Model
 from .simulator import simulate
 from .states import state_of
+from .units import show_bytes
 from .workload import Workload
 
 CACHES = ("dynamic", *named.DEFAULT)
@@ -126,7 +128,7 @@ class Planner:
             layers=kinds,
             budget=self._budget(device_memory, usable, context, requests),
             caches=tuple(self._cache(name, usable, context, requests, workload) for name in self.footprints),
-            notes=tuple(self._notes(kinds, context)),
+            notes=tuple(self._notes(kinds, context, requests)),
         )
 
     def kinds(self, context: int) -> tuple[LayerKind, ...]:
@@ -156,7 +158,8 @@ class Planner:
         return budget.activations(self.model, self._pass(context), context, requests, self.shards)
 
     def _pass(self, context: int) -> int:
-        return min(context, self.pass_tokens or context)
+        """Tokens of the longest pass. An encoder takes its text whole."""
+        return max(min(context, self.pass_tokens or context), self._source(context))
 
     def _budget(self, device: int | None, usable: int | None, context: int, requests: int) -> Budget:
         return Budget(
@@ -186,13 +189,15 @@ class Planner:
                 footprint, workload, capacity=pools, users=requests, state_bytes=self._states(context)
             )
         paged = isinstance(footprint, PagedFootprint)
+        held = footprint.held([context])
         parts = footprint.anatomy(context) if paged else dict.fromkeys(("scales", "tail", "rounding"), 0)
         return CachePlan(
             name=name,
-            block_size=footprint.cache.block_size if paged else 0,
+            block_size=footprint.block_size if paged else 0,
             token_bytes=_growth(footprint, context),
             request_bytes=one,
-            host_bytes=int(footprint.held([context]).host[0]),
+            host_bytes=int(held.host[0]),
+            disk_bytes=int(held.disk[0]),
             scale_bytes=parts["scales"],
             tail_bytes=parts["tail"],
             rounding_bytes=parts["rounding"],
@@ -211,7 +216,7 @@ class Planner:
                 "fewer, or give its config a rope scaling that reaches further."
             )
 
-    def _notes(self, kinds: tuple[LayerKind, ...], context: int):
+    def _notes(self, kinds: tuple[LayerKind, ...], context: int, requests: int):
         """What a reader of the numbers has to know."""
         model, count = self.model, self.parameters
         if model.estimate:
@@ -230,11 +235,21 @@ class Planner:
                 )
         if self.shards > 1:
             yield f"Bytes are those of one of {self.shards} devices; KV heads that do not divide by them are held more than once."
+        if slower := ", ".join(self._slower(context, requests)):
+            yield f"Not limited here, with {requests} x {context:,} tokens: {slower}."
         passed = f"{self._pass(context):,} tokens" if self.pass_tokens else "one prompt"
         yield (
             f"Assumed: passes of {passed} at a time (prompts that are prefilled together need the activations of each), fused "
             f"attention, {self.runtime / (1 << 30):.2f} GiB for the runtime."
         )
+
+    def _slower(self, context: int, requests: int):
+        """What all requests keep off the device, where they do."""
+        for name, footprint in self.footprints.items():
+            held = footprint.held([context]).together(np.zeros((requests, 1), np.int64))
+            for size, where in ((int(held.host[0]), "host memory"), (int(held.disk[0]), "disk")):
+                if size:
+                    yield f"{show_bytes(size)} of {where} ({name})"
 
 
 def footprints(model: Model, caches: Caches, device: torch.device, shards: int = 1) -> dict[str, Footprint]:
@@ -270,9 +285,9 @@ def build(cache: str | Callable[[object], KVCache], config) -> KVCache:
 
 def _growth(footprint: Footprint, context: int) -> float:
     """Bytes per token over the last half of a context, from block end to block end."""
-    step = footprint.cache.block_size if isinstance(footprint, PagedFootprint) else 1
+    step = footprint.block_size
     end, start = -(-context // step) * step, context // 2 // step * step
-    before, after = footprint.held([start, end]).device.tolist()
+    before, after = footprint.held([start, end]).needed.tolist()
     return max(0.0, (after - before) / (end - start))
 
 

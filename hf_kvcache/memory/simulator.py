@@ -27,7 +27,7 @@ class Simulation:
         held, slots: positions stored, and slots of the blocks that store them, as a pool's metrics count them (once for each
             group of layers).
         waste: share of the slots that hold nothing, over all steps.
-        device, host: bytes, states included.
+        device: bytes, states and staging buffers included; `host` and `disk`, bytes of a slower tier.
         running, waiting: requests.
         occupancy: share of the capacity; None without one.
         wait: steps until requests were admitted.
@@ -42,6 +42,7 @@ class Simulation:
     waste: float
     device: tuple[int, int, int]
     host: tuple[int, int, int]
+    disk: tuple[int, int, int]
     running: tuple[int, int, int]
     waiting: tuple[int, int, int]
     occupancy: tuple[float, float, float] | None
@@ -85,10 +86,10 @@ def simulate(
     """
     longest = max(map(_longest, workload.requests))
     table = footprint.held(np.arange(longest + 1))
-    needed = np.maximum.accumulate(table.device) + state_bytes  # by the time a request has this many tokens
+    needed = np.maximum.accumulate(table.needed) + state_bytes  # by the time a request has this many tokens
     requests = [r for r in workload.requests if capacity is None or needed[_longest(r)] <= capacity]
     arrivals = np.array([step_of(request, workload) for request in requests], np.int64)
-    log = _Log("tokens", "held", "slots", "device", "host", "running", "waiting", "wait")
+    log = _Log("tokens", "held", "slots", "device", "host", "disk", "running", "waiting", "wait")
     lengths, left, shares = (np.zeros(0, np.int64) for _ in range(3))  # of the requests that run
     head, now = 0, 0
     while head < len(requests) or len(lengths):
@@ -106,12 +107,14 @@ def simulate(
             continue
         count = int(min(left.min(), STRIDE, *(coming - now)))  # until a request ends or another arrives
         grid = lengths[:, None] + np.arange(count)
+        together = table.together(grid)
         log.add(
             tokens=grid.sum(axis=0),
-            held=table.tokens[grid].sum(axis=0),
-            slots=table.slots[grid].sum(axis=0),
-            device=table.device[grid].sum(axis=0) + len(lengths) * state_bytes,
-            host=table.host[grid].sum(axis=0),
+            held=together.tokens,
+            slots=together.slots,
+            device=together.needed + len(lengths) * state_bytes,
+            host=together.host,
+            disk=together.disk,
             running=np.full(count, len(lengths)),
             waiting=np.searchsorted(arrivals, np.arange(now, now + count), side="right") - head,
         )
@@ -119,6 +122,7 @@ def simulate(
         lengths, left, shares = (numbers[left > 0] for numbers in (lengths, left, shares))
     held, slots = log.series("held").sum(), log.series("slots").sum()
     device = log.percentiles("device")
+    others = ("tokens", "held", "slots", "host", "disk", "running", "waiting", "wait")
     return Simulation(
         steps=now,
         finished=len(requests),
@@ -126,7 +130,7 @@ def simulate(
         waste=float(1 - held / slots) if slots else 0.0,
         occupancy=None if capacity is None else tuple(b / max(1, capacity) for b in device),
         device=device,
-        **{name: log.percentiles(name) for name in ("tokens", "held", "slots", "host", "running", "waiting", "wait")},
+        **{name: log.percentiles(name) for name in others},
     )
 
 

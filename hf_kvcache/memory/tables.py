@@ -104,18 +104,13 @@ def _caches(plan: Plan) -> Table:
 
 
 def _inside(plan: Plan) -> Table:
-    table = _table(
-        "Inside a request: scales of codes, exact tail, empty slots",
-        "cache",
-        "block",
-        "device",
-        "host",
-        "scales",
-        "tail",
-        "empty",
-    )
+    fields = {"host": "host_bytes", "disk": "disk_bytes", "scales": "scale_bytes", "tail": "tail_bytes"}
+    fields |= {"empty": "rounding_bytes"}
+    if not any(cache.disk_bytes for cache in plan.caches):
+        del fields["disk"]
+    table = _table("Inside a request: scales of codes, exact tail, empty slots", "cache", "block", "device", *fields)
     for cache in plan.caches:
-        parts = (cache.host_bytes, cache.scale_bytes, cache.tail_bytes, cache.rounding_bytes)
+        parts = [getattr(cache, field) for field in fields.values()]
         block = str(cache.block_size or "")
         table.add_row(cache.name, block, show_bytes(cache.request_bytes), *(show_bytes(x) if x else "" for x in parts))
     return table

@@ -14,27 +14,27 @@ def parse_bytes(text: str) -> int:
     """Bytes: `24GiB` is 24 x 1024^3, `24GB` is 24 x 1000^3, `24G` means GiB, a bare number bytes.
 
     Raises:
-        ConfigurationError: for anything else, and for what is not positive.
+        ConfigurationError: for anything else, and for what is not positive or too large.
     """
     found = re.fullmatch(r"\s*(-?[\d.]+)\s*([kmgt]?)(i?)(b?)\s*", text, flags=re.I)
     number = _number(found[1]) if found else None
     if number is None:
         raise ConfigurationError(f"{text!r} is not a size; write 24GiB, 24GB or a number of bytes.")
     units = DECIMAL if found[4] and not found[3] and found[2] else BINARY
-    return _positive(text, int(number * units[found[2].lower()]), "a size")
+    return _whole(text, number * units[found[2].lower()], "a size", 1 << 60)
 
 
 def parse_tokens(text: str) -> int:
     """Tokens: `32k` is 32 x 1024 = 32,768, as context lengths are named; `1M` is 1,048,576.
 
     Raises:
-        ConfigurationError: for anything else, and for what is not positive.
+        ConfigurationError: for anything else, and for what is not positive or too large.
     """
     found = re.fullmatch(r"\s*(-?[\d.,_]+)\s*([km]?)\s*", text, flags=re.I)
     number = _number(re.sub("[,_]", "", found[1])) if found else None
     if number is None:
         raise ConfigurationError(f"{text!r} is not a number of tokens; write 32768 or 32k.")
-    return _positive(text, int(number * BINARY[found[2].lower()]), "a number of tokens")
+    return _whole(text, number * BINARY[found[2].lower()], "a number of tokens", 1 << 40)
 
 
 def _number(text: str) -> float | None:
@@ -44,10 +44,16 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _positive(text: str, value: int, what: str) -> int:
-    if value <= 0:
+def _whole(text: str, value: float, what: str, most: int) -> int:
+    if value < 1:
         raise ConfigurationError(f"{text!r} is {what} that leaves no room: give a positive one.")
-    return value
+    if value > most:
+        raise ConfigurationError(f"{_cut(text)} is {what} beyond any that there is: give at most {most:,}.")
+    return int(value)
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= 24 else f"{text[:20]}...")
 
 
 def show_bytes(count: float) -> str:

@@ -65,7 +65,7 @@ def verify(
             fill(real, tokens, known.dtype, device)
             report, stores = real.memory(), [s for group in rehearsed.storage.groups for s in group.store.stores]
             allocated = sum(store.expected_bytes() for store in stores)
-            stored = int(held.device[0] + held.host[0])
+            stored = int(held.device[0] + held.cold.sum())
             checks.append(Check(name, tokens, stored, report.stored, allocated, report.allocated))
             rehearsed.reset()
             real.reset()

@@ -11,6 +11,10 @@ import numpy as np
 
 from ..errors import ConfigurationError
 
+LATEST = 1_000_000_000  # seconds of an arrival: 30 years; beyond, a date in other units
+MANY = 1 << 26  # of tokens on average, of requests, of requests in a second
+WIDEST = 10  # spread of the logarithm: far beyond any that was seen
+
 
 class Request(NamedTuple):
     """Tokens of a prompt and of its answer, and when it comes, in seconds; None for as soon as there is a place."""
@@ -80,8 +84,11 @@ def _request(where: str, line: str) -> Request:
             raise ConfigurationError(f"{where}: field {name} is {value!r} and must be a whole number of at least 1.")
         counts.append(value)
     arrival = record.get("arrival")
-    if arrival is not None and (isinstance(arrival, bool) or not isinstance(arrival, (int, float)) or arrival < 0):
-        raise ConfigurationError(f"{where}: field arrival is {arrival!r} and must be seconds of at least 0.")
+    number = isinstance(arrival, (int, float)) and not isinstance(arrival, bool)
+    if arrival is not None and not (number and 0 <= arrival <= LATEST):
+        raise ConfigurationError(
+            f"{where}: field arrival is {arrival!r} and must be seconds of at least 0 and at most {LATEST:,}."
+        )
     return Request(*counts, arrival)
 
 
@@ -103,7 +110,7 @@ def lognormal(
         rate: requests per second of a Poisson process; None has each place taken again as soon as it is free.
 
     Raises:
-        ConfigurationError: for a mean or a rate that is not positive, or a negative spread.
+        ConfigurationError: for a mean or a rate that is not positive, a negative spread, and for what is no number or too large.
     """
     for name, value in (
         ("mean", mean),
@@ -111,10 +118,11 @@ def lognormal(
         ("count", count),
         ("rate", 1 if rate is None else rate),
     ):
-        if not value > 0:
-            raise ConfigurationError(f"{name}={value} must be more than 0.")
-    if sigma < 0 or answer_sigma < 0:
-        raise ConfigurationError(f"sigma={min(sigma, answer_sigma)} must be at least 0 (0.7 is usual).")
+        if not 0 < value <= MANY:
+            raise ConfigurationError(f"{name}={value} must be more than 0 and at most {MANY:,}.")
+    for name, value in (("sigma", sigma), ("answer_sigma", answer_sigma)):
+        if not 0 <= value <= WIDEST:
+            raise ConfigurationError(f"{name}={value} must be at least 0 and at most {WIDEST} (0.7 is usual).")
     generator = np.random.default_rng(seed)
     draw = lambda mean, sigma: np.exp(generator.normal(np.log(mean) - sigma**2 / 2, sigma, count))  # noqa: E731
     answers = np.clip(draw(answer_mean, answer_sigma).round(), 1, limit and max(1, limit // 2)).astype(int)

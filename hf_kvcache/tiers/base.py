@@ -48,6 +48,11 @@ class Tier(ABC):
             TierError: pages are not what was stored, or cannot be read.
         """
 
+    def staging_bytes(self, pages: np.ndarray, page_bytes: int, device: torch.device) -> np.ndarray:
+        """Bytes on `device` of the buffers to which pages are brought back, at their most, where a layer has as many cold `pages`
+        (an array of any shape) of up to `page_bytes` bytes."""
+        return np.zeros_like(pages)
+
     def __repr__(self) -> str:
         return self.name
 

@@ -118,9 +118,14 @@ class DiskTier(Tier):
         nbytes = pages.layout.nbytes
         if self._plan is None or self._plan[0] is not view or self._plan[1] != nbytes:
             entries, of_all_rows = int(view.entry_end.max()), nbytes * len(view.ids)
-            step = max(1, min(max(-(-entries // self.ring), SMALL // of_all_rows), self.chunk_bytes // of_all_rows))
+            step = int(self._step(entries, of_all_rows))
             self._plan = view, nbytes, [_chunk(view, pages, i, i + step) for i in range(0, entries, step)]
         return self._plan[2]
+
+    def _step(self, entries, nbytes: int):
+        """How many of `entries` of each row, `nbytes` bytes in all rows, are read at a time."""
+        least = np.maximum(-(-entries // self.ring), SMALL // nbytes)
+        return np.maximum(1, np.minimum(least, self.chunk_bytes // nbytes))
 
     def _start(self) -> None:
         """Begin to read what waits, as far as there are buffers. What is in memory already needs none."""
@@ -154,6 +159,12 @@ class DiskTier(Tier):
 
     def _reads_in_place(self, device: torch.device) -> bool:
         return device.type == "cpu" if self.direct is None else self.direct
+
+    def staging_bytes(self, pages: np.ndarray, page_bytes: int, device: torch.device) -> np.ndarray:
+        """Two chunks: one is attended to while the next arrives. (What is read from the file lies in host memory.)"""
+        if self._reads_in_place(device):
+            return np.zeros_like(pages)
+        return 2 * np.minimum(pages, self._step(pages, page_bytes)) * page_bytes
 
     def _copied(self, pages: Pages, device: torch.device) -> Pages:
         """Pages on `device`, on CUDA copied in a stream of its own, whose memory the copy need not wait for."""

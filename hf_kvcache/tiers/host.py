@@ -51,6 +51,12 @@ class HostTier(Tier):
     def _reads_in_place(self, device: torch.device) -> bool:
         return device.type == "cpu" if self.direct is None else self.direct
 
+    def staging_bytes(self, pages: np.ndarray, page_bytes: int, device: torch.device) -> np.ndarray:
+        """A layer's cold pages in each buffer of the ring."""
+        if self._reads_in_place(device):
+            return np.zeros_like(pages)
+        return np.where(pages > 0, self.ring * _with_room(pages) * page_bytes, 0)
+
     def prefetch(self, key: tuple[int, int], pages: Pages, view: View, device: torch.device, fresh: np.ndarray) -> None:
         if self.ring > 1 and not self._reads_in_place(device):  # a single buffer is still being read
             ids = cold_ids(view)
@@ -102,7 +108,12 @@ class HostTier(Tier):
         for buffer in spare:
             if buffer.shape[0] >= count and buffer.shape[1] == nbytes and buffer.device == device:
                 return buffer
-        return torch.empty((count + count // 8 + 1, nbytes), dtype=torch.uint8, device=device)
+        return torch.empty((_with_room(count), nbytes), dtype=torch.uint8, device=device)
+
+
+def _with_room(pages):
+    """Rows of a staging buffer: with room for pages that become cold later."""
+    return pages + pages // 8 + 1
 
 
 @dataclass
