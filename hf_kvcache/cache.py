@@ -158,7 +158,7 @@ class KVCache(Cache):
         Args:
             config: the model's config.
             plan: the path of a JSON file, or what it holds (see `plan_file.py`).
-            others: choices in place of the plan's: a `pool`, a `tier`, ...
+            others: choices in place of the plan's: a `pool`, a `tier` (which may have a folder, as no plan may), ...
 
         Raises:
             ConfigurationError: for what is no plan, or one for another model.

@@ -1,10 +1,10 @@
-"""Levers by instance or by name, alike for codecs, retention rules and tiers."""
+"""Levers by instance, by name or from a file, alike for codecs, retention rules and tiers."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .errors import ConfigurationError
 
@@ -37,5 +37,30 @@ def described(what: str, names: Mapping[str, Callable], choice: object) -> list:
         raise ConfigurationError(
             f"{what} {choice!r} is of a class that has no name, so nobody could make it again; names are {', '.join(names)}."
         )
-    arguments = {key: getattr(choice, key) for key in inspect.signature(kind).parameters if not key.endswith("path")}
+    arguments = {key: getattr(choice, key) for key in inspect.signature(kind).parameters if not _is_folder(key)}
     return [name, arguments]
+
+
+def made(names: Mapping[str, Callable[..., T]], name: Any, arguments: Any) -> T:
+    """What `described` wrote down, or somebody by hand. As it may be from anywhere, it names no folder to be made and written to.
+
+    Raises:
+        ValueError: for a name that is not among `names`, arguments that it does not take, and folders.
+        ConfigurationError: for arguments that make no sense.
+    """
+    if not isinstance(name, str) or name not in names:
+        raise ValueError(f"the name {name!r} is unknown, use one of {', '.join(names)}")
+    folders = {key: value for key, value in arguments.items() if _is_folder(key)}
+    if folders:
+        raise ValueError(
+            f"{name!r} has {folders}, and no file may say which folder is written to: leave that out here, and where the cache "
+            "is made give it tier=DiskTier(path=...)"
+        )
+    try:
+        return names[name](**arguments)
+    except TypeError as error:
+        raise ValueError(f"{name!r} does not take {arguments}: {error}") from error
+
+
+def _is_folder(argument: str) -> bool:
+    return argument.endswith("path")

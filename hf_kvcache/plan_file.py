@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from .choices import made
 from .codecs import codec_for
 from .errors import ConfigurationError
 from .retention import RETENTIONS
@@ -26,7 +27,8 @@ class CachePlan:
     Attributes:
         block_size, residual: as `KVCache` takes them.
         codecs: the name of each layer's codec; None where a layer keeps no keys and values of its own.
-        retention, tier: `{"name": ..., option: value, ...}` as in the tables of these levers; None for the default.
+        retention, tier: `{"name": ..., option: value, ...}` as in the tables of these levers; None for the default. No folders:
+            a plan may be somebody else's, and a tier makes its folder.
     """
 
     block_size: int
@@ -75,20 +77,19 @@ class CachePlan:
 
     def _built(self, lever: str) -> object | None:
         """The rule or tier that the plan describes."""
-        described, table = getattr(self, lever), LEVERS[lever]
+        described = getattr(self, lever)
         if described is None:
             return None
-        if not isinstance(described, Mapping) or described.get("name") not in table:
+        if not isinstance(described, Mapping):
             raise ConfigurationError(
-                f"the plan's {lever} is {described!r}; its name must be one of {', '.join(table)}."
+                f'the plan\'s {lever} is {described!r}; write {{"name": ...}}, one of {", ".join(LEVERS[lever])}.'
             )
-        options = {key: value for key, value in described.items() if key != "name"}
         try:
-            return table[described["name"]](**options)
-        except TypeError as error:
-            raise ConfigurationError(
-                f"the plan's {lever} {described['name']!r} does not take {options}: {error}."
-            ) from error
+            return made(LEVERS[lever], described.get("name"), _options(described))
+        except ConfigurationError:
+            raise
+        except ValueError as error:
+            raise ConfigurationError(f"the plan's {lever} cannot be: {error}.") from error
 
     def choices(self, specs: Sequence[LayerSpec]) -> dict:
         """The keywords of `KVCache` for a model with these layers.
@@ -132,7 +133,7 @@ class CachePlan:
         for lever, table in LEVERS.items():
             described = getattr(self, lever)
             if described is not None:
-                options = ", ".join(f"{key}={value!r}" for key, value in described.items() if key != "name")
+                options = ", ".join(f"{key}={value!r}" for key, value in _options(described).items())
                 lines.append(f"{lever}={table[described['name']].__name__}({options})")
         if others:
             parts = [f'**dict.fromkeys({indices}, {{"codec": "{name}"}})' for name, indices in others.items()]
@@ -142,6 +143,10 @@ class CachePlan:
     def as_dict(self, **about) -> dict:
         """What the file holds; `about` is for readers, such as `model` and `measured`."""
         return {"format": FORMAT, "version": VERSION, "choices": asdict(self) | {"codecs": list(self.codecs)}, **about}
+
+
+def _options(described: Mapping) -> dict:
+    return {key: value for key, value in described.items() if key != "name"}
 
 
 def _indented(text: str, columns: int) -> str:

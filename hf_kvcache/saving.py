@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from . import savefile
-from .choices import described
+from .choices import described, made
 from .codecs import CODECS, Codec, Geometry, NativeCodec
 from .codecs.packing import ORDERS
 from .errors import ConfigurationError, SavedStateError
@@ -89,16 +89,15 @@ def choices_said(choices: dict, layers: dict) -> dict:
 
 def choices_from(said: dict) -> dict:
     """The arguments for `KVCache` that `choices_said` was given."""
-    tiers = [TIERS[name](**arguments) for name, arguments in said["tiers"]]
+    tiers = [made(TIERS, *tier) for tier in said["tiers"]]
 
-    def made(key: str, value):
+    def choice(key: str, value):
         if isinstance(value, list):
-            name, arguments = value
-            return (CODEC_CLASSES if key == "codec" else RETENTIONS)[name](**arguments)
+            return made(CODEC_CLASSES if key == "codec" else RETENTIONS, *value)
         return tiers[value] if key == "tier" and isinstance(value, int) else value
 
-    layers = {layer: {key: made(key, value) for key, value in own.items()} for layer, own in said["layers"]}
-    return {key: made(key, said[key]) for key in ("retention", "codec", "tier")} | {"layers": layers}
+    layers = {layer: {key: choice(key, value) for key, value in own.items()} for layer, own in said["layers"]}
+    return {key: choice(key, said[key]) for key in ("retention", "codec", "tier")} | {"layers": layers}
 
 
 def codec_said(codec: Codec) -> list:
@@ -106,8 +105,7 @@ def codec_said(codec: Codec) -> list:
 
 
 def codec_from(said: list) -> Codec:
-    name, arguments = said
-    return CODEC_CLASSES[name](**arguments)
+    return made(CODEC_CLASSES, *said)
 
 
 def layer_devices(model: torch.nn.Module, layers: int) -> list[torch.device]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -53,7 +54,7 @@ def test_wrong_logits_are_refused(monkeypatch):
     model = ours()
     exact = plain_states(model, text(1, 40))
     forgetful = lambda config: KVCache(config, retention=Window(4, 0))  # noqa: E731
-    monkeypatch.setitem(named.KINDS, "paged", lambda config, argument: forgetful(config))
+    monkeypatch.setitem(named.KINDS, "paged", forgetful)
     with pytest.raises(timing.RefusedError, match="paged at 40 tokens"):
         timing.measure(model, exact, ["dynamic", "paged"], 40, 1, 2)
 
@@ -253,6 +254,39 @@ def test_names_of_caches():
         named.cache_factory("int5")
     for name in named.BUILT_IN:
         assert isinstance(named.is_available(name), bool)
+
+
+def test_numbers_in_names():
+    config = ours().config
+    for name, window in (("window", Window(1024, 4)), ("window:32", Window(32, 0)), ("window:32+2", Window(32, 2))):
+        assert named.cache_factory(name)(config).choices["retention"] == window
+    for name, resident in (("offloaded", 1024), ("offloaded:8", 8), ("disk", 1024), ("disk:8", 8)):
+        assert named.cache_factory(name)(config).choices["tier"].resident_tokens == resident
+    assert named.cache_factory("static:48")(config).layers[0].max_cache_len == 48
+    with pytest.raises(ValueError, match="write static:4096"):
+        named.cache_factory("static")(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("int4/residual", "'residual' in 'int4/residual' is no option: write option=value"),
+        ("int4/residual=x", "'x' in 'int4/residual=x' must be a whole number; write residual=64"),
+        ("int4/", "'' in 'int4/' is no option"),
+        ("int4:32", "int4 takes no number after a colon; write int4/block_size=32"),
+        ("paged:64", "paged takes no number after a colon; write paged/block_size=64"),
+        ("dynamic:64", "dynamic takes no number after a colon."),
+        ("window:abc", "'abc' in 'window:abc' must be a whole number; write window:WINDOW+SINKS"),
+        ("window:8+", "'' in 'window:8+' must be a whole number"),
+        ("window:8+2+1", "has 3 numbers; write window:WINDOW+SINKS"),
+        ("offloaded:8+2", "has 2 numbers; write offloaded:TOKENS"),
+        ("static:long", "'long' in 'static:long' must be a whole number; write static:LENGTH"),
+        ("int2/int8=0-x", "'x' in 'int2/int8=0-x' must be a whole number; write int8=0-3+29"),
+    ],
+)
+def test_a_name_that_is_none_says_how_it_is_written(name, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        named.cache_factory(name)
 
 
 def test_windows_of_text_are_as_long_as_asked_for():

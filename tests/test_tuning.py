@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import math
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +17,19 @@ import pytest
 import torch
 
 import hf_kvcache
-from hf_kvcache import ConfigurationError, HostTier, KVCache, QuantizedCache, Window, cli, named, scoring
+from hf_kvcache import (
+    ConfigurationError,
+    DiskTier,
+    HostTier,
+    KVCache,
+    QuantizedCache,
+    Window,
+    cli,
+    named,
+    saving,
+    scoring,
+)
+from hf_kvcache.commands.tune import finite
 from hf_kvcache.contexts import write
 from hf_kvcache.mixtures import fewest_bytes, front, least_loss
 from hf_kvcache.plan_file import CachePlan
@@ -142,6 +157,9 @@ GOOD = PLAN.as_dict()
         (GOOD | {"choices": GOOD["choices"] | {"residual": -1}}, "residual=-1"),
         (GOOD | {"choices": GOOD["choices"] | {"tier": {"name": "tape"}}}, "one of device, host"),
         (GOOD | {"choices": GOOD["choices"] | {"tier": {"name": "host", "reels": 2}}}, "does not take {'reels': 2}"),
+        (GOOD | {"choices": GOOD["choices"] | {"tier": {"name": ["host"]}}}, "one of device, host"),
+        (GOOD | {"choices": GOOD["choices"] | {"tier": {}}}, "one of device, host"),
+        (GOOD | {"choices": GOOD["choices"] | {"retention": {"name": "windows"}}}, "one of everything, window"),
         (GOOD | {"choices": GOOD["choices"] | {"retention": "window"}}, "one of everything, window"),
     ],
 )
@@ -156,6 +174,21 @@ def test_a_plan_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigurationError, match=r"none\.json cannot be read: No such file"):
         named.cache_factory(f"plan:{tmp_path}/none.json")
     assert not named.is_exact("plan:a/b.json")
+
+
+def test_no_file_says_which_folder_is_written_to(tmp_path):
+    """A tier makes its folder: merely to read a file of somebody else's would."""
+    config, folder = ours().config, tmp_path / "made"
+    options = {"resident_tokens": 8, "path": str(folder)}
+    plan = replace(PLAN, tier={"name": "disk"} | options)
+    with pytest.raises(ConfigurationError, match=r"tier cannot be: 'disk' has \{'path': .*give it tier=DiskTier"):
+        KVCache.from_plan(config, plan.as_dict())
+    saved = {"retention": None, "codec": None, "tier": 0, "layers": [], "tiers": [["disk", options]]}
+    with pytest.raises(ValueError, match="no file may say which folder"):
+        saving.choices_from(saved)
+    assert not folder.exists()
+    cache = KVCache.from_plan(config, replace(PLAN, tier={"name": "disk"}).as_dict(), tier=DiskTier(8, folder))
+    assert cache.choices["tier"].place.folder == folder and folder.exists()
 
 
 # ---- measuring ---------------------------------------------------------------------------------------------------------
@@ -309,6 +342,34 @@ def test_a_budget_that_the_tolerance_does_not_fit_is_told_what_would(tiny, capsy
     assert re.search(r"needs about [\d.]+ MiB, the budget is 2.00 MiB", captured.err)
 
 
+def strict(text: str) -> dict:
+    """JSON as everybody reads it: Python alone takes NaN and Infinity for numbers."""
+    return json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
+
+
+def test_a_plan_that_cannot_be_written_is_printed_all_the_same(tiny, monkeypatch, capsys):
+    def full(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert run(tiny, "--codecs", "int4", "--windows", "1", "--json") == 2
+    captured = capsys.readouterr()
+    assert "tuned.json (No space left on device): keep what is printed above" in captured.err
+    plan = strict(captured.out)
+    assert CachePlan.read(plan).codecs and plan["measured"]["kl_difference_stderr"] is None  # one window tells none
+
+
+def test_losses_without_bound_are_null_in_a_plan():
+    losses = [{"native": 0.0, "int2": math.inf}, {"native": 0.0, "int2": 0.5}]
+    held = finite({"kl_alone": losses, "kl_stderr": math.nan, "windows": 1, "beside": "int4"})
+    assert held == {
+        "kl_alone": [{"native": 0.0, "int2": None}, {"native": 0.0, "int2": 0.5}],
+        "kl_stderr": None,
+        "windows": 1,
+        "beside": "int4",
+    }
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -331,6 +392,11 @@ def test_a_budget_that_the_tolerance_does_not_fit_is_told_what_would(tiny, capsy
         (["--context", "long"], "'long' is not a number of tokens"),
         (["--block-size", "20", "--residual", "0"], "multiple of 8"),
         (["--model", "/nowhere"], "'/nowhere' cannot be loaded"),
+        (
+            ["--out", "none/x.json", "--model", "/nowhere"],
+            "--out none/x.json cannot be written: give a file in a folder",
+        ),
+        (["--out", ".", "--model", "/nowhere"], "--out . cannot be written: give a file"),
     ],
 )
 def test_bad_input_is_a_sentence(options, says, tiny, capsys):

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,12 +76,12 @@ def main(args: argparse.Namespace) -> int:
         bar.update(task, description="layers and codecs", total=len(tuner.layers) * len(tuner.codecs))
         found = tune(tuners, others, request.tolerance, request.budget, lambda: bar.advance(task))
     about = protocol(args, model, texts, mine, tuner)
-    plan = found.plan.as_dict(model=about.pop("model"), measured=about | measured(found))
-    if args.out:
-        args.out.write_text(json.dumps(plan, indent=1) + "\n")
+    plan = found.plan.as_dict(model=about.pop("model"), measured=about | finite(measured(found)))
     show(found, tuner, request, console)
     console.print(found.plan.call(), highlight=False, markup=False, soft_wrap=True)
     print(json.dumps(plan))
+    if args.out:
+        write(plan, args.out)
     if not found.holds:
         print(f"hf-kvcache tune: {shortfall(found, request)}", file=sys.stderr)
     return 0 if found.holds else 1
@@ -104,8 +104,10 @@ class Request:
         """The checked arguments.
 
         Raises:
-            ConfigurationError: for numbers that make no sense and names that are none.
+            ConfigurationError: for numbers that make no sense, names that are none, and a file that cannot be written.
         """
+        if args.out and (os.path.isdir(args.out) or not os.path.isdir(args.out.absolute().parent)):
+            raise ConfigurationError(f"--out {args.out} cannot be written: give a file in a folder that exists.")
         for name, least in (("requests", 1), ("windows", 1), ("steps", 1), ("block_size", 8)):
             if getattr(args, name) < least:
                 raise ConfigurationError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}.")
@@ -244,6 +246,29 @@ def measured(found: Tuned) -> dict:
             {codec: float(f"{loss:.3g}") for codec, (_, loss) in options.items()} for options in found.options
         ],
     }
+
+
+def finite(value):
+    """`value` with None for what JSON cannot say: NaN (a standard error over one window) and infinity (a loss without bound)."""
+    if isinstance(value, Mapping):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write(plan: Mapping, path: Path) -> None:
+    """Write a plan that has been printed.
+
+    Raises:
+        ConfigurationError: that cannot be.
+    """
+    try:
+        path.write_text(json.dumps(plan, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigurationError(
+            f"the plan cannot be written to {path} ({error.strerror}): keep what is printed above."
+        ) from error
 
 
 def show(found: Tuned, tuner: Tuner, request: Request, console: Console) -> None:
