@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Before transformers is imported, which is left to the tests: the process that hands them out needs seconds less.
@@ -26,6 +27,7 @@ def pytest_addoption(parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests first, so that no worker is left alone with one at the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    gc.freeze()  # what has been imported is no garbage: tests that collect some need not look at it
 
 
 @pytest.fixture(autouse=True)
